@@ -1,0 +1,81 @@
+"""Settings of the engine, each from a flag, else TRIDENTLM_<NAME>, else config.pbtxt, else default.
+
+The launcher hands its flags on as environment variables, so one function resolves all four.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from tridentlm.errors import InvalidRequest
+
+PREFIX = "TRIDENTLM_"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """`model` "": the bundled default. 0 in a size means: choose from the model and the hardware."""
+
+    model: str = ""
+    served_model_name: str = ""
+    tokenizer: str = ""
+    device: str = "auto"
+    dtype: str = "auto"
+    page_size: int = 16
+    num_pages: int = 0
+    kv_memory_gb: float = 0.0
+    max_model_len: int = 0
+    max_running: int = 256
+    max_queue: int = 1024
+    max_step_tokens: int = 0
+    steps_in_flight: int = 1
+    threads: int = 0
+    runner: str = "model"
+    step_ms: float = 5.0
+    drain_seconds: float = 20.0
+    session_timeout: float = 10.0
+
+    def __post_init__(self) -> None:
+        _one_of("device", self.device, ("auto", "cpu", "cuda"))
+        _one_of("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
+        _one_of("runner", self.runner, ("model", "simulated"))
+        _one_of("page_size", self.page_size, (1, 2, 4, 8, 16, 32, 64, 128))
+        _one_of("steps_in_flight", self.steps_in_flight, (1, 2))
+        for name in ("num_pages", "max_model_len", "max_queue", "max_step_tokens", "threads"):
+            if getattr(self, name) < 0:
+                raise InvalidRequest(f"{name} must not be negative.", param=name)
+        if self.max_running < 1:
+            raise InvalidRequest("max_running must be at least 1.", param="max_running")
+
+
+def _one_of(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
+    if value not in allowed:
+        names = ", ".join(map(str, allowed))
+        raise InvalidRequest(f"{name} must be one of {names}; got {value!r}.", param=name)
+
+
+def resolve_settings(
+    parameters: Mapping[str, str] | None = None, environ: Mapping[str, str] | None = None
+) -> EngineSettings:
+    """Reads every setting from `environ` (default os.environ), then `parameters` of config.pbtxt.
+
+    Raises InvalidRequest for a value of the wrong type or range, naming the setting.
+    """
+    environ = os.environ if environ is None else environ
+    parameters = parameters or {}
+    values: dict[str, Any] = {}
+    for spec in fields(EngineSettings):
+        text = environ.get(PREFIX + spec.name.upper()) or parameters.get(spec.name, "")
+        if text == "":
+            continue
+        kind = type(spec.default)
+        try:
+            values[spec.name] = kind(text)
+        except ValueError:
+            raise InvalidRequest(
+                f"{spec.name} must be of type {kind.__name__}, got {text!r}.", param=spec.name
+            ) from None
+    return EngineSettings(**values)
