@@ -58,7 +58,7 @@ class Frame(NamedTuple):
     status: dict[str, Any] | None
 
     def pack(self) -> bytes:
-        return orjson.dumps(self)
+        return orjson.dumps(tuple(self))
 
     @classmethod
     def unpack(cls, data: bytes) -> Frame:
