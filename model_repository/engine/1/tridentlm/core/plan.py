@@ -1,8 +1,8 @@
-"""The two values that cross between scheduler and runner: what to compute, what came of it.
+"""The values that cross from scheduler to runner and out: what to compute, what came of it.
 
-    scheduler.schedule() --StepPlan--> runner.launch() ... collect() --tokens--> scheduler.commit()
-                                                                        |
-                                                                        `--> StepOutput (to the stub)
+scheduler.schedule() --StepPlan--> runner.launch() ... collect() --tokens--> scheduler.commit()
+                                                                    |
+                                                                    `--> StepOutput (to the stub)
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ I64 = npt.NDArray[np.int64]
 F32 = npt.NDArray[np.float32]
 
 FROM_DEVICE = -1
-"""A `token_ids` entry whose value is the token sampled last for the row's slot, still on the device."""
+"""A `token_ids` entry that stands for the slot's last sampled token, still on the device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class StepPlan:
     top_p: F32  # [S]
     min_p: F32  # [S]
     seeds: npt.NDArray[np.uint64]  # [S]
-    sample_positions: I64  # [S]; absolute position of the sampled token: its random number's counter
+    sample_positions: I64  # [S]; the sampled token's absolute position: counts its random number
 
     @property
     def num_rows(self) -> int:
@@ -58,9 +58,10 @@ class StepPlan:
 class StepOutput:
     """What one engine iteration tells the outside, as parallel arrays (one entry per request).
 
-    `tokens` is -1 for an entry that only ends a request (abort, error, deadline). `finish` holds
-    FinishReason values. `cached` lists, for requests that sampled their first token in this step,
-    (id, prompt tokens found in the prefix cache).
+    `tokens` is -1 for an entry that only ends a request (abort, error, deadline); with STOP it is
+    the stop token itself. `finish` holds FinishReason values. `cached` lists, for requests that
+    sampled their first token in this step, (id, prompt tokens found in the prefix cache).
+    `errors` has the message of each ERROR.
     """
 
     ids: I64
@@ -68,3 +69,18 @@ class StepOutput:
     finish: npt.NDArray[np.uint8]
     cached: list[tuple[int, int]] = field(default_factory=list)
     errors: dict[int, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """A snapshot; the last four count from the start. `running` is admitted and not finished."""
+
+    running: int
+    waiting: int
+    free_slots: int
+    free_pages: int
+    cached_pages: int
+    steps: int
+    prompt_tokens: int
+    generation_tokens: int
+    prefix_hit_tokens: int

@@ -55,7 +55,7 @@ class SamplingParams:
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> SamplingParams:
-        """Checks and converts the fields of a JSON object. Unset and null fields keep their default.
+        """Checks and converts the fields of a JSON object. Unset and null fields keep defaults.
 
         Raises InvalidRequest with `param` for a wrong type or range, and for a field that does not
         exist: a caller that tolerates unknown fields takes them out first.
@@ -135,9 +135,9 @@ class Request:
     """One admitted request as the scheduler knows it.
 
     `id` is unique for the life of the engine process. `prompt` is int32[n], n >= 1. `max_tokens` is
-    resolved by `Limits.resolve`. `seed` is in [0, 2**64). `stop_token_ids` is the full set that ends
-    the request: EOS ids (unless ignored) and the request's own. `deadline` is a time.monotonic()
-    value in seconds, or inf.
+    resolved by `Limits.resolve`. `seed` is in [0, 2**64). `stop_token_ids` is the full set that
+    ends the request: EOS ids (unless ignored) and the request's own. `deadline` is a
+    time.monotonic() value in seconds, or inf.
     """
 
     id: int
@@ -194,8 +194,8 @@ class Limits:
         total = prompt_len + (max_tokens or 1)
         if total > self.max_model_len:
             raise ContextLengthExceeded(
-                f"This model's maximum context length is {self.max_model_len} tokens, and you asked "
-                f"for {total} ({prompt_len} in the prompt, {max_tokens} for the output).",
+                f"This model's maximum context length is {self.max_model_len} tokens, and you "
+                f"asked for {total} ({prompt_len} in the prompt, {max_tokens} for the output).",
                 param="max_tokens",
             )
         if total > self.max_tokens_held:
@@ -217,6 +217,4 @@ class Limits:
     def check_ids(self, ids: npt.NDArray[np.int32]) -> None:
         """Raises InvalidRequest for a token id outside the vocabulary."""
         if ids.size and (int(ids.min()) < 0 or int(ids.max()) >= self.vocab_size):
-            raise InvalidRequest(
-                f"Token ids must be in [0, {self.vocab_size}).", param="prompt"
-            )
+            raise InvalidRequest(f"Token ids must be in [0, {self.vocab_size}).", param="prompt")

@@ -1,0 +1,86 @@
+"""The engine: a scheduler, a runner, and the steps in flight between them."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+
+from tridentlm.core.plan import EngineStats, StepOutput, StepPlan
+from tridentlm.core.request import Limits, Request
+from tridentlm.core.runner import PendingStep, Runner
+from tridentlm.core.scheduler import Scheduler
+
+
+class Engine:
+    """Single-threaded and without I/O: `add` and `abort` between calls of `step`.
+
+    With two steps in flight the host's work hides behind the device's:
+
+        host    schedule k+1 | launch k+1 | collect k . . . | commit k | schedule k+2 | ...
+        device  ....... step k ..........................|.. step k+1 .................
+    """
+
+    def __init__(self, runner: Runner, *, steps_in_flight: int = 1) -> None:
+        self.runner = runner
+        self.scheduler = Scheduler(runner.limits)
+        self._steps_in_flight = steps_in_flight
+        self._launched: deque[tuple[StepPlan, PendingStep]] = deque()
+
+    @property
+    def limits(self) -> Limits:
+        return self.runner.limits
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has anything to do or to report."""
+        return self.scheduler.has_work
+
+    def add(self, request: Request) -> None:
+        """Queues a request; raises InvalidRequest if it can never be served."""
+        self.scheduler.add(request)
+
+    def abort(self, request_id: int) -> None:
+        """Ends a request; the next `step` reports it. An unknown id is ignored."""
+        self.scheduler.abort(request_id)
+
+    def fail(self, request_id: int, message: str) -> None:
+        """Ends a request with an error; the next `step` reports it."""
+        self.scheduler.fail(request_id, message)
+
+    def step(self) -> StepOutput | None:
+        """Launches the next step, and collects the oldest when the pipeline is full or has ended.
+
+        None: nothing to report yet.
+        """
+        self.scheduler.expire(time.monotonic())
+        plan = self.scheduler.schedule()
+        if plan is not None:
+            self._launched.append((plan, self.runner.launch(plan)))
+        full = len(self._launched) >= self._steps_in_flight
+        if self._launched and (full or plan is None):
+            oldest, pending = self._launched.popleft()
+            return self.scheduler.commit(oldest, pending.collect())
+        return self.scheduler.drain()
+
+    def shut_down(self) -> StepOutput | None:
+        """Aborts everything, waits for the steps in flight; returns the terminal outputs."""
+        self.scheduler.abort_all()
+        output = self.scheduler.drain()
+        while self._launched:
+            plan, pending = self._launched.popleft()
+            self.scheduler.commit(plan, pending.collect())
+        return output
+
+    def fail_all(self, message: str) -> StepOutput | None:
+        """Ends every request with an error. The engine is of no use afterwards."""
+        self.scheduler.fail_all(message)
+        return self.scheduler.drain()
+
+    def flush_cache(self) -> None:
+        self.scheduler.flush_cache()
+
+    def stats(self) -> EngineStats:
+        return self.scheduler.stats()
+
+    def check_integrity(self) -> None:
+        self.scheduler.check_integrity()
