@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
-
 from tridentlm import __version__
-from tridentlm.errors import TridentError
+from tridentlm.config import PREFIX, EngineSettings, resolve_settings
+from tridentlm.errors import InvalidRequest, TridentError
+
+from openai_proxy.options import CONNECTION_HELP, ENGINE_HELP, PROXY_HELP, chosen, with_flags
+from openai_proxy.settings import ProxySettings
 
 app = typer.Typer(
     name="tridentlm",
@@ -27,6 +30,63 @@ def main() -> None:
     except TridentError as error:
         typer.secho(f"tridentlm: {error.message}", fg="red", err=True)
         raise SystemExit(1) from None
+
+
+def say(line: str) -> None:
+    typer.echo(line, err=True)
+
+
+@app.command()
+@with_flags(("Engine", EngineSettings, ENGINE_HELP), ("OpenAI API", ProxySettings, PROXY_HELP))
+def serve(
+    tp: Annotated[int, typer.Option(help="GPUs that share the model; only 1 yet.")] = 1,
+    http_port: Annotated[int, typer.Option(help="Port of Triton's HTTP API.")] = 8100,
+    grpc_port: Annotated[int, typer.Option(help="Port of Triton's gRPC API.")] = 8101,
+    metrics_port: Annotated[int, typer.Option(help="Port of Triton's metrics.")] = 8102,
+    triton_host: Annotated[str, typer.Option(help="Address of Triton's ports.")] = "127.0.0.1",
+    repository: Annotated[
+        Path | None, typer.Option(help="Model repository; default: this installation's own.")
+    ] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Show all of Triton's log.")] = False,
+    **flags: Any,
+) -> None:
+    """Serve a model: Triton and the OpenAI API, until SIGTERM or Ctrl-C."""
+    from tridentlm.hub import resolve_model
+
+    from openai_proxy.launcher import Launcher, ServeOptions
+    from openai_proxy.repository import engine_parameters, ready_repository
+
+    if tp != 1:
+        raise InvalidRequest("--tp: only 1 works in this version.", param="tp")
+    folder = (repository or ready_repository()).resolve()
+    engine = chosen(EngineSettings, flags)
+    environ = {PREFIX + "PORT": "8000", **os.environ}
+    environ.update({PREFIX + name.upper(): str(value) for name, value in engine.items()})
+    settings = resolve_settings(engine_parameters(folder), environ)
+    options = ServeOptions(
+        environ=environ,
+        proxy=ProxySettings.from_environment(environ, **chosen(ProxySettings, flags)),
+        settings=settings,
+        repository=folder,
+        triton_host=triton_host,
+        http_port=http_port,
+        grpc_port=grpc_port,
+        metrics_port=metrics_port,
+        verbose=verbose,
+    )
+    say(f"model: {settings.model or 'the default'}")
+    files = resolve_model(settings)
+    say(f"model: {files.name} ({files.path})")
+    raise SystemExit(Launcher(options, say).run())
+
+
+@app.command()
+@with_flags(("Triton", ProxySettings, CONNECTION_HELP), ("OpenAI API", ProxySettings, PROXY_HELP))
+def proxy(**flags: Any) -> None:
+    """Run the OpenAI API alone, in front of a tritonserver that serves our repository."""
+    from openai_proxy.serve import run_proxy
+
+    raise SystemExit(run_proxy(ProxySettings.from_environment(**flags)))
 
 
 @app.command(context_settings={"ignore_unknown_options": True})

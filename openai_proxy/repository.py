@@ -1,7 +1,7 @@
 """The Triton model repository: where this installation has it, and a whole copy of it elsewhere.
 
-A checkout has the repository as a folder. A wheel carries its configurations and `model.py` files as
-data beside this module and the engine as the installed package; a copy joins the two again.
+A checkout has the repository as a folder. A wheel carries its configurations and `model.py` files
+as data beside this module and the engine as an installed package; a copy joins the two again.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ import tempfile
 from pathlib import Path
 
 import tridentlm
-from openai_proxy.tritonserver import cache_dir
 from tridentlm.errors import InvalidRequest
+from tridentlm.hub import cache_dir
 
 HERE = Path(__file__).resolve().parent
 ENGINE_PACKAGE = Path("engine", "1", "tridentlm")
 _MODEL_PARAMETER = re.compile(r'(key: "model" value \{ string_value: )"[^"]*"')
+_PARAMETER = re.compile(r'key:\s*"(\w+)"\s*value:?\s*\{\s*string_value:\s*"((?:[^"\\]|\\.)*)"')
 
 
 def ready_repository() -> Path:
@@ -54,6 +55,18 @@ def write_repository(target: Path, model: str = "") -> Path:
         assert found == 1, "engine/config.pbtxt has one parameter `model`"
         config.write_text(text)
     return target
+
+
+def engine_parameters(repository: Path) -> dict[str, str]:
+    """The parameters of the repository's engine/config.pbtxt, the third place of its settings.
+
+    Raises InvalidRequest when `repository` is not one of ours.
+    """
+    config = repository / "engine" / "config.pbtxt"
+    if not config.is_file():
+        raise InvalidRequest(f"{repository} has no engine/config.pbtxt.", param="repository")
+    found = _PARAMETER.findall(config.read_text())
+    return {name: re.sub(r"\\(.)", r"\1", value) for name, value in found}
 
 
 def _source() -> Path:

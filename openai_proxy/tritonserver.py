@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tridentlm.errors import TridentError
+from tridentlm.hub import cache_dir
 
 SYSTEM_BINARY = Path("/opt/tritonserver/bin/tritonserver")
 LAST_NUMPY1_ONLY = (2, 51)  # the newest version measured to read numpy 2 arrays as empty
@@ -77,7 +78,7 @@ def locate(environ: Mapping[str, str] | None = None) -> TritonServer:
     env = os.environ if environ is None else environ
     if env.get("TRITON_ROOT"):
         root = Path(env["TRITON_ROOT"])
-        return _bundled(root / "pytriton" / "tritonserver", "TRITON_ROOT", env)
+        return _bundled(root / "pytriton" / "tritonserver", "TRITON_ROOT")
     on_path = shutil.which("tritonserver", path=env.get("PATH"))
     if on_path:
         return _installed(Path(on_path).resolve(), "PATH", env)
@@ -89,16 +90,7 @@ def locate(environ: Mapping[str, str] | None = None) -> TritonServer:
             "No tritonserver on PATH or in /opt/tritonserver. Install the one that PyPI has "
             "(Linux, x86-64): pip install 'tridentlm[server]'"
         )
-    return _bundled(Path(spec.submodule_search_locations[0]) / "tritonserver", "wheel", env)
-
-
-def cache_dir(environ: Mapping[str, str] | None = None) -> Path:
-    """Where this project keeps what it can make again: $TRIDENTLM_CACHE, else the XDG cache."""
-    env = os.environ if environ is None else environ
-    if env.get("TRIDENTLM_CACHE"):
-        return Path(env["TRIDENTLM_CACHE"])
-    base = env.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(base) / "tridentlm"
+    return _bundled(Path(spec.submodule_search_locations[0]) / "tritonserver", "wheel")
 
 
 def numpy_problem(server: TritonServer) -> str:
@@ -150,7 +142,7 @@ def _installed(binary: Path, origin: str, env: Mapping[str, str]) -> TritonServe
     return TritonServer(binary, origin, version, stub, arguments=arguments)
 
 
-def _bundled(root: Path, origin: str, env: Mapping[str, str]) -> TritonServer:
+def _bundled(root: Path, origin: str) -> TritonServer:
     binary = root / "bin" / "tritonserver"
     minor = f"{sys.version_info.major}.{sys.version_info.minor}"
     stub = root / "python_backend_stubs" / minor / STUB
@@ -162,7 +154,7 @@ def _bundled(root: Path, origin: str, env: Mapping[str, str]) -> TritonServer:
             "Use a Python from 3.10 to 3.13."
         )
     key = hashlib.sha256(f"{root.resolve()} {binary.stat().st_mtime_ns}".encode()).hexdigest()[:12]
-    home = cache_dir(env) / "triton" / f"{key}-py{minor}"
+    home = cache_dir() / "triton" / f"{key}-py{minor}"
     backend = home / "backends" / "python"
     for source in sorted((root / "backends" / "python").iterdir()):
         if source.is_file():

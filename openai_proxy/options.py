@@ -1,0 +1,103 @@
+"""Command-line flags made from the settings classes, so that a setting is declared once.
+
+A field `max_model_len` of a settings class becomes the flag `--max-model-len` with the field's type
+and its default in the help. A flag that is not given is None: the environment then has its say.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields
+from typing import Annotated, Any
+
+import typer
+
+KINDS: dict[str, type] = {"int": int, "float": float, "bool": bool, "str": str}
+
+ENGINE_HELP = {
+    "model": "Hugging Face folder, .gguf file or Hub id; default: SmolLM2-135M-Instruct.",
+    "served_model_name": "Name of the model in the API; default: from the model.",
+    "tokenizer": "Folder of the tokenizer, when it is not the model's.",
+    "device": "auto, cpu or cuda.",
+    "dtype": "auto, float32, bfloat16 or float16.",
+    "page_size": "Tokens in a page of the KV cache.",
+    "num_pages": "Pages of the KV cache; 0: from the memory.",
+    "kv_memory_gb": "Memory of the KV cache in GiB; 0: from the hardware.",
+    "max_model_len": "Longest prompt and answer together, in tokens; 0: the model's.",
+    "max_running": "Requests that run at once.",
+    "max_queue": "Requests that wait; more are refused with 503.",
+    "max_step_tokens": "Tokens of one step (the chunk of a prefill); 0: from the hardware.",
+    "steps_in_flight": "Steps launched before the oldest is collected: 1 or 2.",
+    "threads": "CPU threads of the engine; 0: torch's choice.",
+    "runner": "model, or simulated (no weights, fixed step time).",
+    "step_ms": "Time of a step of the simulated runner, in ms.",
+    "drain_seconds": "How long running requests may go on after SIGTERM.",
+    "session_timeout": "Seconds without an acknowledgement after which a client is gone.",
+}
+PROXY_HELP = {
+    "host": "Address of the OpenAI API.",
+    "port": "Port of the OpenAI API.",
+    "workers": "Processes of the proxy.",
+    "api_key": "Key that clients must send; better given as TRIDENTLM_API_KEY.",
+    "max_body_mb": "Largest request body in MiB.",
+    "timeout": "Seconds after which a request is ended, unless it says otherwise; 0: none.",
+    "log_json": "Access log as JSON.",
+    "cors_origins": "Origins that may call from a browser, comma separated; *: all.",
+}
+CONNECTION_HELP = {
+    "triton": "HOST:PORT of Triton's gRPC.",
+    "triton_metrics": "URL of Triton's metrics, merged into /metrics.",
+    "drain_seconds": ENGINE_HELP["drain_seconds"],
+    "engine": "Name of the engine model in Triton.",
+    "submit": "Name of the submit ensemble in Triton.",
+    "tls": "TLS to Triton with the system's certificates.",
+    "tls_ca": "PEM file with the authority that signed Triton's certificate.",
+    "tls_cert": "PEM file with our certificate, for mutual TLS.",
+    "tls_key": "PEM file with its key.",
+}
+
+
+Command = Callable[..., None]
+
+
+def with_flags(
+    *groups: tuple[str, type, Mapping[str, str]],
+) -> Callable[[Command], Command]:
+    """Turns a command's **settings into one flag per field named in the groups' help tables.
+
+    A group is (title, settings class, {field: help}). The command gets every flag as a keyword, None where it was not given.
+    """
+
+    def decorate(command: Command) -> Command:
+        own = inspect.signature(command, eval_str=True)
+        flags = {flag.name: flag for group in groups for flag in _flags(*group)}
+        kept = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        command.__dict__["__signature__"] = own.replace(parameters=[*kept, *flags.values()])
+        command.__annotations__ = {p.name: p.annotation for p in [*kept, *flags.values()]}
+        return command
+
+    return decorate
+
+
+def chosen(settings: type, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The flags of `given` that were on the command line and are fields of `settings`."""
+    names = {spec.name for spec in fields(settings)}
+    return {name: given[name] for name in given if name in names and given[name] is not None}
+
+
+def _flags(title: str, settings: type, helps: Mapping[str, str]) -> Iterator[inspect.Parameter]:
+    known = {spec.name: spec for spec in fields(settings)}
+    for name, text in helps.items():
+        default = known[name].default
+        shown = "" if default in ("", False, 0) else f" [default: {default}]"
+        option = typer.Option(
+            "--" + name.replace("_", "-"), help=text + shown, rich_help_panel=title
+        )
+        kind = KINDS[str(known[name].type)]
+        yield inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=None,
+            annotation=Annotated[kind | None, option],
+        )
