@@ -113,6 +113,16 @@ def repository(
 
 
 @app.command()
+def doctor() -> None:
+    """Say what is found here, what is missing and what to do about it."""
+    from rich.console import Console
+
+    from openai_proxy.doctor import run_doctor
+
+    raise SystemExit(run_doctor(Console().print))
+
+
+@app.command()
 def version() -> None:
     """Print the version."""
     typer.echo(__version__)

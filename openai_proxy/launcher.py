@@ -32,6 +32,7 @@ from openai_proxy.tritonadmin import TritonAdmin
 from openai_proxy.tritonserver import TritonServer, locate, numpy_problem, stub_problem
 
 ENSEMBLES = ("generate", "submit")
+NVIDIA_DEVICE = Path("/dev/nvidiactl")
 TICK = 0.2
 LOOK_EVERY = 1.0
 DRAIN_SLACK = 6.0  # what Triton needs beyond the requests: it looks once a second
@@ -105,6 +106,8 @@ def triton_arguments(options: ServeOptions) -> list[str]:
         f"--metrics-port={options.metrics_port}",
         "--grpc-keepalive-time=10000",
         "--grpc-keepalive-permit-without-calls=1",
+        "--pinned-memory-pool-byte-size=0",  # all our tensors are on the CPU
+        *(() if NVIDIA_DEVICE.exists() else ("--allow-gpu-metrics=false",)),
     ]
 
 
@@ -184,8 +187,8 @@ class Launcher:
         for family in self._families:
             code = family.exit_code()
             if code is not None:
-                lines = "".join(f"\n  {line}" for line in family.tail()) if starting else ""
-                raise LaunchFailure(f"{family.name} ended with {_how(code)}{lines}")
+                log = self._triton_log() if starting and family is self._families[0] else ""
+                raise LaunchFailure(f"{family.name} ended with {_how(code)}{log}")
         if time.monotonic() - self._looked < LOOK_EVERY:
             return
         self._looked = time.monotonic()
@@ -195,8 +198,11 @@ class Launcher:
         if not starting:
             self._recovery.look(processes)
         elif missing := self._recovery.missing(processes):
-            tail = "".join(f"\n  {line}" for line in self._families[0].tail())
-            raise LaunchFailure(f"the Python stub of {', '.join(missing)} died{tail}")
+            raise LaunchFailure(f"the stub of {', '.join(missing)} died{self._triton_log()}")
+
+    def _triton_log(self) -> str:
+        lines = self._families[0].tail()
+        return "".join(["\nthe end of Triton's log:", *(f"\n  {line}" for line in lines)])
 
     def _drain(self) -> None:
         """The proxy first, so that its running requests find a living engine to the end."""
@@ -218,6 +224,7 @@ class Launcher:
             left = family.kill()
             if left:
                 self._say(f"{family.name}: these processes could not be ended: {left}")
+        self._recovery.remove_regions()
 
     def _show(self, name: str, line: str) -> None:
         loaded = re.search(r"successfully loaded '([^']+)'", line)

@@ -66,7 +66,8 @@ def with_flags(
 ) -> Callable[[Command], Command]:
     """Turns a command's **settings into one flag per field named in the groups' help tables.
 
-    A group is (title, settings class, {field: help}). The command gets every flag as a keyword, None where it was not given.
+    A group is (title, settings class, {field: help}). The command gets every flag as a keyword,
+    None where it was not given.
     """
 
     def decorate(command: Command) -> Command:

@@ -12,8 +12,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
@@ -22,32 +23,28 @@ from openai_proxy.tritonserver import STUB
 
 ATTEMPTS = 3
 LOAD_TIMEOUT = 600.0
+SHM = Path("/dev/shm")
 
 
-def stub_models(processes: Iterable[psutil.Process], known: dict[int, str]) -> Counter[str]:
-    """How many living stubs each model has. `known` caches {pid: model} ("": not a stub)."""
-    counts: Counter[str] = Counter()
-    living = set()
-    for process in processes:
-        living.add(process.pid)
-        if process.pid not in known:
-            known[process.pid] = _stub_model(process)
-        if known[process.pid]:
-            counts[known[process.pid]] += 1
-    for pid in known.keys() - living:
-        del known[pid]
-    return counts
+class Stub(NamedTuple):
+    """A living stub: its model, and its shared memory's name in /dev/shm."""
+
+    model: str
+    region: str
 
 
-def _stub_model(process: psutil.Process) -> str:
-    # Its command line: .../triton_python_backend_stub <repository>/<model>/<version>/model.py ...
+def read_stub(process: psutil.Process) -> Stub | None:
+    """None for a process that is no stub. A stub's command line begins:
+
+    .../triton_python_backend_stub <repository>/<model>/<version>/model.py <region> ...
+    """
     try:
         argv = process.cmdline()
     except psutil.Error:
-        return ""
-    if len(argv) < 2 or not argv[0].endswith(STUB):
-        return ""
-    return Path(argv[1]).parent.parent.name
+        return None
+    if len(argv) < 3 or not argv[0].endswith(STUB):
+        return None
+    return Stub(Path(argv[1]).parent.parent.name, argv[2])
 
 
 class Recovery:
@@ -62,7 +59,8 @@ class Recovery:
         self._admin = admin
         self._ensembles = ensembles
         self._say = say
-        self._known: dict[int, str] = {}
+        self._stubs: dict[int, Stub | None] = {}
+        self._regions: set[str] = set()
         self._expected: Counter[str] = Counter()
         self._worker: threading.Thread | None = None
         self._repaired = ""
@@ -70,7 +68,7 @@ class Recovery:
 
     def missing(self, processes: Sequence[psutil.Process]) -> list[str]:
         """Models with fewer living stubs than they had. `processes`: the server's offspring."""
-        counts = stub_models(processes, self._known)
+        counts = self._count(processes)
         self._expected |= counts
         return sorted(m for m, n in self._expected.items() if counts[m] < n)
 
@@ -85,6 +83,19 @@ class Recovery:
             missing = self.missing(processes)
         if missing and not self.failure:
             self._start(missing[0])
+
+    def remove_regions(self) -> None:
+        """Removes the shared memory of all stubs seen, once no process of the server is left."""
+        for region in self._regions:
+            SHM.joinpath(region).unlink(missing_ok=True)
+
+    def _count(self, processes: Sequence[psutil.Process]) -> Counter[str]:
+        self._stubs = {
+            p.pid: self._stubs[p.pid] if p.pid in self._stubs else read_stub(p) for p in processes
+        }
+        living = [stub for stub in self._stubs.values() if stub is not None]
+        self._regions.update(stub.region for stub in living)
+        return Counter(stub.model for stub in living)
 
     def _start(self, model: str) -> None:
         try:
