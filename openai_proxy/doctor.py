@@ -56,12 +56,14 @@ def examine() -> list[Finding]:
 
 
 def run_doctor(say: Callable[[object], None]) -> int:
-    """Shows the findings as a table; 0 when `serve` can work, else 1. `say`: a rich Console.print."""
+    """Shows the findings (`say`: a rich Console.print); 0 when `serve` can work, else 1."""
     from rich.table import Table
 
     findings = examine()
     colours = {"ok": "green", "note": "yellow", "fail": "red"}
-    table = Table("", "", "found", "what to do", box=None, pad_edge=False)
+    table = Table("", "", box=None, pad_edge=False)
+    table.add_column("found", overflow="fold")
+    table.add_column("what to do", overflow="fold")
     for f in findings:
         mark = f"[{colours[f.level]}]{f.level}[/]"
         table.add_row(mark, f.subject, _plain(f.found), _plain(f.advice))
@@ -185,7 +187,7 @@ def _installed(name: str) -> str:
 
 
 def _torch_cuda() -> str:
-    """The CUDA version torch was built for, "" for a CPU build; read, not imported: that is slow."""
+    """The CUDA version of the torch build, "" for the CPU; read from its file: imports are slow."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return ""
