@@ -1,0 +1,32 @@
+"""Python client of TridentLM: straight to Triton by gRPC, no proxy in between."""
+
+from __future__ import annotations
+
+from tridentlm.errors import (
+    ContextLengthExceeded,
+    EngineDown,
+    InternalError,
+    InvalidRequest,
+    ModelNotFound,
+    Overloaded,
+    TridentError,
+)
+from tridentlm_client.session import Session
+from tridentlm_client.stream import Delta, End, Stream, Submission
+from tridentlm_client.wire import TlsOptions
+
+__all__ = [
+    "ContextLengthExceeded",
+    "Delta",
+    "End",
+    "EngineDown",
+    "InternalError",
+    "InvalidRequest",
+    "ModelNotFound",
+    "Overloaded",
+    "Session",
+    "Stream",
+    "Submission",
+    "TlsOptions",
+    "TridentError",
+]

@@ -1,0 +1,99 @@
+"""The command stream of a session: submissions, acknowledgements, aborts."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+from tridentlm.errors import EngineDown, TridentError
+from tridentlm_client import wire
+from tridentlm_client.rpc import Calls, Rpc
+
+
+class Commands:
+    """The stream for everything but frames: submissions, acknowledgements, aborts.
+
+    Requests are matched to answers by id, so moving to a new call needs no pause: the old one is
+    half-closed and read to its end beside the new one.
+
+    `on_lost(error)` is called when the stream breaks or Triton says that it takes no requests.
+    """
+
+    def __init__(self, stub: Any, on_lost: Callable[[TridentError], None]) -> None:
+        self._stub = stub
+        self._on_lost = on_lost
+        self._ids = itertools.count(1)
+        self._answers: dict[str, asyncio.Future[Any]] = {}
+        self._calls = Calls()
+        self._closing = False
+        self._rpc = self._open()
+
+    def _open(self) -> Rpc:
+        rpc = Rpc(self._stub)
+        self._calls.add(rpc, self._read(rpc))
+        return rpc
+
+    def send(self, request: Any) -> None:
+        """Sends a request that is not answered. After `half_close` it does nothing."""
+        if self._closing:
+            return
+        if self._rpc.full:
+            self._rpc.half_close()
+            self._rpc = self._open()
+        self._rpc.send(request)
+
+    async def ask(self, request: Any) -> Any:
+        """Sends a request and waits for its ModelInferResponse. Raises TridentError.
+
+        The request's id is set here.
+        """
+        if self._closing:
+            raise EngineDown("The session ends.")
+        request.id = str(next(self._ids))
+        answer = asyncio.get_running_loop().create_future()
+        self._answers[request.id] = answer
+        try:
+            self.send(request)
+            return await answer
+        finally:
+            del self._answers[request.id]
+
+    async def _read(self, rpc: Rpc) -> None:
+        try:
+            while (response := await rpc.read()) is not None:
+                self._take(response)
+            if not rpc.closing:
+                self._lose(EngineDown("The server ended the stream."))
+        except TridentError as error:
+            self._lose(error)
+
+    def _take(self, response: Any) -> None:
+        text = response.error_message
+        answer = self._answers.get(response.infer_response.id)
+        if answer is not None and not answer.done():
+            if text:
+                answer.set_exception(wire.parse_error(text))
+            else:
+                answer.set_result(response.infer_response)
+        if text and wire.says_unavailable(text):
+            self._on_lost(EngineDown(text))
+
+    def _lose(self, error: TridentError) -> None:
+        self.fail(error)
+        self._on_lost(error)
+
+    def fail(self, error: TridentError) -> None:
+        """Ends every wait for an answer."""
+        for answer in self._answers.values():
+            if not answer.done():
+                answer.set_exception(error)
+
+    def half_close(self) -> None:
+        self._closing = True
+        self._rpc.half_close()
+
+    async def ended(self, timeout: float) -> None:
+        """Waits `timeout` seconds for the end of every call, then cancels."""
+        await self._calls.ended(timeout)
