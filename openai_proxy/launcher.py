@@ -9,7 +9,6 @@ check -> Triton ready -> proxy ready -> supervise --- SIGTERM --> proxy drains -
 from __future__ import annotations
 
 import math
-import re
 import signal
 import socket
 import sys
@@ -25,15 +24,18 @@ from types import FrameType
 from tridentlm.config import EngineSettings
 from tridentlm.errors import TridentError
 
-from openai_proxy.processes import Family, is_routine
+from openai_proxy.processes import Family
 from openai_proxy.recovery import Recovery
 from openai_proxy.settings import ProxySettings
 from openai_proxy.tritonadmin import TritonAdmin
+from openai_proxy.tritonlog import load_failures, readable
 from openai_proxy.tritonserver import TritonServer, locate, numpy_problem, stub_problem
 
 ENSEMBLES = ("generate", "submit")
 NVIDIA_DEVICE = Path("/dev/nvidiactl")
 TICK = 0.2
+STUB_LOSS_GRACE = 5.0
+TAIL = 30
 LOOK_EVERY = 1.0
 DRAIN_SLACK = 6.0  # what Triton needs beyond the requests: it looks once a second
 
@@ -187,8 +189,8 @@ class Launcher:
         for family in self._families:
             code = family.exit_code()
             if code is not None:
-                log = self._triton_log() if starting and family is self._families[0] else ""
-                raise LaunchFailure(f"{family.name} ended with {_how(code)}{log}")
+                reason = self._reason() if starting and family is self._families[0] else ""
+                raise LaunchFailure(f"{family.name} ended with {_how(code)}{reason}")
         if time.monotonic() - self._looked < LOOK_EVERY:
             return
         self._looked = time.monotonic()
@@ -198,11 +200,16 @@ class Launcher:
         if not starting:
             self._recovery.look(processes)
         elif missing := self._recovery.missing(processes):
-            raise LaunchFailure(f"the stub of {', '.join(missing)} died{self._triton_log()}")
+            # Triton reports a model that fails and ends; one whose stub was killed it waits for.
+            if not self._families[0].wait(STUB_LOSS_GRACE):
+                names = ", ".join(missing)
+                raise LaunchFailure(f"the Python stub of {names} died{self._reason()}")
 
-    def _triton_log(self) -> str:
+    def _reason(self) -> str:
+        """Why Triton did not start: what it says of its models, else the end of its log."""
         lines = self._families[0].tail()
-        return "".join(["\nthe end of Triton's log:", *(f"\n  {line}" for line in lines)])
+        told = load_failures(lines) or ["the end of its log:", *lines[-TAIL:]]
+        return "".join(f"\n  {line}" for line in told)
 
     def _drain(self) -> None:
         """The proxy first, so that its running requests find a living engine to the end."""
@@ -227,11 +234,9 @@ class Launcher:
         self._recovery.remove_regions()
 
     def _show(self, name: str, line: str) -> None:
-        loaded = re.search(r"successfully loaded '([^']+)'", line)
-        if self._options.verbose or name == "proxy" or not is_routine(line):
-            self._say(f"{name} | {line}")
-        elif loaded:
-            self._say(f"loaded {loaded.group(1)}")
+        shown = line if self._options.verbose or name == "proxy" else readable(line)
+        if shown:
+            self._say(f"{name} | {shown}")
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._stop.is_set():

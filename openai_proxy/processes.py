@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import re
 import signal
 import subprocess
 import threading
@@ -19,8 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 import psutil
 
 PR_SET_PDEATHSIG = 1
-TAIL_LINES = 200
-_ROUTINE_LINE = re.compile(r"I\d{4} |\s*$|[+|]")
+TAIL_LINES = 1000
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -111,10 +109,11 @@ class Family:
         self._pump.join(0.5)
         return [p.pid for p in members]
 
-    def tail(self, count: int = 40) -> list[str]:
-        """The last lines of output without Triton's banners."""
-        self._pump.join(0.2 if self.exit_code() is not None else 0.0)
-        return [line for line in self._lines if not re.match(r"\s*$|[+|]", line)][-count:]
+    def tail(self) -> list[str]:
+        """The last lines of output, TAIL_LINES at most."""
+        if self.exit_code() is not None:
+            self._pump.join(0.5)
+        return list(self._lines)
 
     def _members(self) -> list[psutil.Process]:
         self.observe()
@@ -142,8 +141,3 @@ def is_alive(process: psutil.Process) -> bool:
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
-
-
-def is_routine(line: str) -> bool:
-    """True for Triton's information lines and tables, which an operator need not see."""
-    return _ROUTINE_LINE.match(line) is not None
