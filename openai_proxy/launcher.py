@@ -199,11 +199,12 @@ class Launcher:
             family.observe()
         if not starting:
             self._recovery.look(processes)
-        elif missing := self._recovery.missing(processes):
-            # Triton reports a model that fails and ends; one whose stub was killed it waits for.
-            if not self._families[0].wait(STUB_LOSS_GRACE):
-                names = ", ".join(missing)
-                raise LaunchFailure(f"the Python stub of {names} died{self._reason()}")
+            return
+        missing = self._recovery.missing(processes)
+        # Triton reports a model that fails and ends; one whose stub was killed it waits for.
+        if missing and not self._families[0].wait(STUB_LOSS_GRACE):
+            names = ", ".join(missing)
+            raise LaunchFailure(f"the Python stub of {names} died{self._reason()}")
 
     def _reason(self) -> str:
         """Why Triton did not start: what it says of its models, else the end of its log."""
