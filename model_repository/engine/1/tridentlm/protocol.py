@@ -31,6 +31,8 @@ MAX_UNACKED = 64
 ROLL_FRAMES = 4000
 ROLL_BYTES = 16 << 20
 TOMBSTONE_SECONDS = 10.0
+HEARTBEAT = "heartbeat"
+"""The `finish_reason` of a response that only lets the relay look for its client."""
 
 
 class Op:

@@ -1,0 +1,153 @@
+"""Plain Triton clients: every request streams its own responses, from one sender thread.
+
+One `send()` costs 0.2 to 0.3 ms whatever it carries, so a request's news merge while it waits for
+its turn: the first token goes out at once, later ones as fast as the thread gets round.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from tridentlm.errors import TridentError, from_payload
+from tridentlm.triton.streams import TextStream
+
+HEARTBEAT_SECONDS = 0.25
+CANCEL_POLL_SECONDS = 0.1
+
+
+class PlainResponder(Protocol):
+    def send_output(
+        self, text: str, ids: list[int], end: dict[str, Any] | None, relay: str | None
+    ) -> None: ...
+
+    def send_heartbeat(self, relay: str) -> None: ...
+
+    def fail(self, error: TridentError) -> None: ...
+
+    def finish(self) -> None: ...
+
+    def is_cancelled(self) -> bool: ...
+
+
+class PlainRequest:
+    """The outlet of one plain request. `relayed`: it came through an ensemble with a relay step."""
+
+    def __init__(
+        self, responder: PlainResponder, sender: PlainSender, *, streaming: bool, relayed: bool
+    ) -> None:
+        self.relayed = relayed
+        self.stream: TextStream | None = None
+        self._responder = responder
+        self._sender = sender
+        self._streaming = streaming
+        self._lock = threading.Lock()
+        self._texts: list[str] = []
+        self._ids: list[int] = []
+        self._end: dict[str, Any] | None = None
+        self._last_sent = time.monotonic()
+        self._sent_any = False
+
+    def mark(self, stream: TextStream) -> None:
+        text, _, ids = stream.take()
+        with self._lock:
+            self._texts.append(text)
+            self._ids += ids or ()
+            self._end = stream.end
+        if stream.end is not None or self._streaming:
+            self._sender.put(self)
+
+    def send_pending(self) -> bool:
+        """Sends what waits; True when that was the last response. Called by the sender thread."""
+        with self._lock:
+            text, ids, end = "".join(self._texts), self._ids, self._end
+            if end is None and not self._streaming:
+                return False
+            self._texts, self._ids = [], []
+        if not text and not ids and end is None:
+            return False
+        relay = self._relay_name()
+        if end is not None and "error" in end and not self._sent_any:
+            self._responder.fail(from_payload(end["error"]))
+        else:
+            self._responder.send_output(text, ids, end, relay)
+        self._note_sent()
+        return end is not None
+
+    def beat(self, now: float) -> None:
+        """Lets the relay look for its client when the request has had no output for a while."""
+        if self.relayed and now - self._last_sent >= HEARTBEAT_SECONDS:
+            self._responder.send_heartbeat(self._relay_name() or "")
+            self._note_sent()
+
+    def client_has_gone(self) -> bool:
+        return not self.relayed and self._responder.is_cancelled()
+
+    def _note_sent(self) -> None:
+        self._last_sent = time.monotonic()
+        self._sent_any = True
+
+    def _relay_name(self) -> str | None:
+        return self.stream.uid if self.relayed and self.stream is not None else None
+
+
+class PlainSender:
+    """The thread that sends for all plain requests, beats, and notices cancelled ones."""
+
+    def __init__(self, abort: Callable[[TextStream], None]) -> None:
+        self._abort = abort
+        self._requests: set[PlainRequest] = set()
+        self._queue: deque[PlainRequest] = deque()
+        self._queued: set[PlainRequest] = set()
+        self._wake = threading.Condition()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="plain-sender", daemon=True)
+        self._thread.start()
+
+    def track(self, request: PlainRequest) -> None:
+        with self._wake:
+            self._requests.add(request)
+
+    def put(self, request: PlainRequest) -> None:
+        """Queues the request once, however often it has news before its turn."""
+        with self._wake:
+            if request not in self._queued:
+                self._queued.add(request)
+                self._queue.append(request)
+                self._wake.notify()
+
+    def close(self) -> None:
+        """Sends what is queued, then ends the thread."""
+        with self._wake:
+            self._closed = True
+            self._wake.notify()
+        self._thread.join(timeout=5)
+
+    def _run(self) -> None:
+        next_poll = 0.0
+        while True:
+            with self._wake:
+                if not self._queue and not self._closed:
+                    self._wake.wait(CANCEL_POLL_SECONDS if self._requests else None)
+                if self._closed and not self._queue:
+                    return
+                request = self._queue.popleft() if self._queue else None
+                self._queued.discard(request)  # type: ignore[arg-type]
+            if request is not None and request.send_pending():
+                with self._wake:
+                    self._requests.discard(request)
+            now = time.monotonic()
+            if now >= next_poll:
+                self._poll(now)
+                next_poll = time.monotonic() + CANCEL_POLL_SECONDS
+
+    def _poll(self, now: float) -> None:
+        with self._wake:
+            requests = list(self._requests)
+        for request in requests:
+            request.beat(now)
+            if request.client_has_gone() and request.stream is not None:
+                self._abort(request.stream)
