@@ -1,0 +1,174 @@
+"""Paged attention in plain torch: the reference for every backend, and what a CPU runs.
+
+step:   [ decode rows: one query each      | prefill rows: a chunk each        ]
+work:   groups of rows of like context,      one row at a time, causal to the
+        gathered and attended together       end of its context
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+
+from tridentlm.backends.base import KVCache
+from tridentlm.core.plan import I32, StepPlan
+
+GROUP_TOKENS = 16384
+"""Most tokens of KV that one group of decode rows gathers, so that its copy stays in the caches."""
+
+SMALL_CONTEXT = 256
+"""Below this many tokens a row joins any group: padding costs less than a group of its own."""
+
+
+class TorchBackend:
+    """Works on any device. Decides everything on the CPU from the plan, so nothing waits for it."""
+
+    def __init__(self, cache: KVCache) -> None:
+        self._cache = cache
+
+    def begin_step(self, plan: StepPlan) -> TorchStep:
+        return TorchStep(self._cache, plan)
+
+
+@dataclass(frozen=True, slots=True)
+class _DecodeGroup:
+    rows: torch.Tensor | None  # [n] rows of the step, None: the first n in order
+    count: int
+    pages: torch.Tensor  # [n * pages per row]
+    mask: torch.Tensor  # [n, 1, 1, padded context], 0 or -inf
+
+
+@dataclass(frozen=True, slots=True)
+class _PrefillRow:
+    start: int
+    stop: int
+    context: int
+    pages: torch.Tensor | None  # None: the chunk is the whole context
+    mask: torch.Tensor | None  # [stop - start, context], 0 or -inf; None: plain causal
+
+
+class TorchStep:
+    """One step's rows, prepared once and used by every layer."""
+
+    def __init__(self, cache: KVCache, plan: StepPlan) -> None:
+        self._data = cache.data
+        self._device, self._dtype = cache.data.device, cache.data.dtype
+        self._page_size = cache.page_size
+        self._kv_slots = self._to_device(plan.kv_slots)
+        lengths = np.diff(plan.query_starts)
+        decodes = int((lengths != 1).argmax()) if (lengths != 1).any() else plan.num_rows
+        groups = decode_groups(plan.context_lens[:decodes])
+        self._groups = [self._decode_group(plan, rows, len(groups) == 1) for rows in groups]
+        self._prefills = [self._prefill_row(plan, row) for row in range(decodes, plan.num_rows)]
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        cache = self._data[layer]
+        flat = cache.view(2, -1, *cache.shape[3:])
+        flat[0].index_copy_(0, self._kv_slots, k)
+        flat[1].index_copy_(0, self._kv_slots, v)
+        if len(self._groups) == 1 and not self._prefills:
+            return self._decode(self._groups[0], cache, q)
+        out = q.new_empty(q.shape[0], q.shape[1] * q.shape[2])
+        for group in self._groups:
+            if group.rows is None:
+                out[: group.count] = self._decode(group, cache, q[: group.count])
+            else:
+                out.index_copy_(0, group.rows, self._decode(group, cache, q[group.rows]))
+        for row in self._prefills:
+            part = slice(row.start, row.stop)
+            out[part] = self._prefill(row, cache, q[part], k[part], v[part])
+        return out
+
+    def _decode(self, group: _DecodeGroup, cache: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+        """q [n, heads, head_dim]. The query heads that share a KV head act as its queries."""
+        n, kv_heads, head_dim = len(q), cache.shape[3], q.shape[2]
+        k, v = (
+            part.view(len(part), -1)
+            .index_select(0, group.pages)
+            .view(n, -1, kv_heads, head_dim)
+            .transpose(1, 2)
+            for part in cache
+        )
+        q = q.reshape(n, kv_heads, -1, head_dim)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=group.mask).reshape(n, -1)
+
+    def _prefill(
+        self,
+        row: _PrefillRow,
+        cache: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+    ) -> torch.Tensor:
+        """q [n, heads, head_dim]; k, v [n, kv_heads, head_dim] of the chunk alone."""
+        n, heads, head_dim = q.shape
+        kv_heads = k.shape[1]
+        if row.pages is not None:
+            k, v = (
+                part.index_select(0, row.pages).view(-1, kv_heads, head_dim)[: row.context]
+                for part in cache
+            )
+        # [kv_heads, heads that share it, tokens, head_dim]; K and V are broadcast, not copied.
+        group = heads // kv_heads
+        q = q.view(n, kv_heads, group, head_dim).permute(1, 2, 0, 3)
+        k, v = (x.transpose(0, 1)[:, None].expand(-1, group, -1, -1) for x in (k, v))
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=row.mask, is_causal=row.mask is None
+        )
+        return out.permute(2, 0, 1, 3).reshape(n, -1)
+
+    def _decode_group(
+        self, plan: StepPlan, rows: npt.NDArray[np.intp], alone: bool
+    ) -> _DecodeGroup:
+        if alone:
+            rows = np.arange(len(rows))
+        lengths = plan.context_lens[rows]
+        width = -(-int(lengths.max()) // self._page_size)
+        hidden = np.arange(width * self._page_size) >= lengths[:, None]
+        mask = np.where(hidden, np.float32(-np.inf), np.float32(0))[:, None, None]
+        return _DecodeGroup(
+            rows=None if alone else self._to_device(rows),
+            count=len(rows),
+            pages=self._to_device(plan.block_tables[rows, :width].ravel()),
+            mask=self._to_device(mask).to(self._dtype),
+        )
+
+    def _prefill_row(self, plan: StepPlan, row: int) -> _PrefillRow:
+        start, stop = int(plan.query_starts[row]), int(plan.query_starts[row + 1])
+        context = int(plan.context_lens[row])
+        if context == stop - start:
+            return _PrefillRow(start, stop, context, None, None)
+        width = -(-context // self._page_size)
+        visible = torch.ones(stop - start, context, dtype=torch.bool, device=self._device)
+        visible = visible.tril_(context - (stop - start))
+        mask = torch.zeros_like(visible, dtype=self._dtype).masked_fill_(~visible, -torch.inf)
+        pages = self._to_device(plan.block_tables[row, :width])
+        return _PrefillRow(start, stop, context, pages, mask)
+
+    def _to_device(self, array: npt.NDArray[np.generic]) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device, non_blocking=True)
+
+
+def decode_groups(context_lens: I32) -> list[npt.NDArray[np.intp]]:
+    """Splits decode rows into groups whose contexts are of like length, longest first.
+
+    A group is padded to its longest context. So a row joins unless its own is less than half of
+    that, or the group's gathered KV would exceed GROUP_TOKENS.
+    """
+    order = np.argsort(-context_lens, kind="stable")
+    groups: list[npt.NDArray[np.intp]] = []
+    start = 0
+    for index in range(1, len(order) + 1):
+        longest = int(context_lens[order[start]])
+        if index < len(order):
+            full = longest * (index - start + 1) > GROUP_TOKENS
+            short = 2 * int(context_lens[order[index]]) < longest and longest > SMALL_CONTEXT
+            if not (full or short):
+                continue
+        groups.append(order[start:index])
+        start = index
+    return groups

@@ -1,0 +1,120 @@
+"""How a token is chosen from its logits: one definition on every device.
+
+    logits / temperature -> min-p -> top-k -> top-p -> inverse CDF in vocabulary order
+
+The random number of a token depends on nothing but the request's seed and the token's absolute
+position, so a request's tokens do not change with its batch, its preemptions or its device.
+Temperature 0 takes the highest logit, the lowest id among equals. Each filter sees what the filter
+before it left: top-p sums the probabilities renormalised after top-k.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tridentlm.core.plan import F32, I64, StepPlan
+
+U32 = npt.NDArray[np.uint32]
+U64 = npt.NDArray[np.uint64]
+
+_MULTIPLIERS = np.array([0xD2511F53, 0xCD9E8D57], np.uint64)[:, None]
+_WEYL = np.array([0x9E3779B9, 0xBB67AE85], np.uint32)[:, None]
+_LOW = np.uint64(0xFFFFFFFF)
+_32 = np.uint64(32)
+
+
+def philox(seeds: U64, counters: U64) -> U32:
+    """Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011).
+
+    seeds [n] are the 64-bit keys, counters [n] the low 64 bits of the 128-bit counters. Returns the
+    four output words, uint32 [4, n].
+    """
+    key = np.stack((seeds & _LOW, seeds >> _32)).astype(np.uint32)
+    even = np.stack((counters & _LOW, np.zeros_like(counters)))  # words 0 and 2
+    odd = np.stack((counters >> _32, np.zeros_like(counters)))  # words 1 and 3
+    for _ in range(10):
+        product = even * _MULTIPLIERS
+        even = (product >> _32)[::-1] ^ odd ^ key
+        odd = (product & _LOW)[::-1]
+        key = key + _WEYL
+    words: U32 = np.stack((even[0], odd[0], even[1], odd[1])).astype(np.uint32)
+    return words
+
+
+def uniforms(seeds: U64, positions: I64) -> F32:
+    """The random number in [0, 1) of each token, float32 with 24 random bits."""
+    words = philox(seeds, positions.astype(np.uint64))[0]
+    scaled: F32 = (words >> np.uint32(8)).astype(np.float32) * np.float32(2**-24)
+    return scaled
+
+
+def sample(logits: torch.Tensor, plan: StepPlan) -> torch.Tensor:
+    """Chooses a token for each row of logits [S, vocab]; the plan holds how. Returns int64 [S].
+
+    Does only what the batch asks for: greedy batches take one argmax, unfiltered rows no sort.
+    """
+    random = np.flatnonzero(plan.temperature > 0)
+    if len(random) == 0:
+        return logits.argmax(-1)
+    if len(random) == len(logits):
+        return _sample_random(logits, plan, random)
+    tokens = logits.argmax(-1)
+    rows = _to(logits.device, random)
+    tokens[rows] = _sample_random(logits[rows], plan, random)
+    return tokens
+
+
+def _sample_random(
+    logits: torch.Tensor, plan: StepPlan, rows: npt.NDArray[np.intp]
+) -> torch.Tensor:
+    device = logits.device
+    temperature = _to(device, plan.temperature[rows])
+    probabilities = torch.softmax(logits.float() / temperature[:, None], -1)
+    min_p, top_k, top_p = plan.min_p[rows], plan.top_k[rows], plan.top_p[rows]
+    if (min_p > 0).any():
+        floor = _to(device, min_p)[:, None] * probabilities.amax(-1, keepdim=True)
+        probabilities = probabilities.masked_fill_(probabilities < floor, 0)
+    cut = np.flatnonzero((top_k > 0) | (top_p < 1))
+    if len(cut) == len(rows):
+        probabilities = _cut_tail(probabilities, top_k, top_p)
+    elif len(cut):
+        part = _to(device, cut)
+        probabilities[part] = _cut_tail(probabilities[part], top_k[cut], top_p[cut])
+    uniform = uniforms(plan.seeds[rows], plan.sample_positions[rows])
+    return _invert(probabilities, _to(device, uniform))
+
+
+def _cut_tail(
+    probabilities: torch.Tensor, top_k: npt.NDArray[np.int32], top_p: F32
+) -> torch.Tensor:
+    """Zeroes all but the `top_k` most likely tokens, then all but the fewest that reach `top_p`.
+
+    Among equal probabilities the lower id ranks first.
+    """
+    device, vocab = probabilities.device, probabilities.shape[-1]
+    ranked, ids = probabilities.sort(dim=-1, descending=True, stable=True)
+    limit = np.where(top_k > 0, np.minimum(top_k, vocab), vocab)
+    ranks = torch.arange(vocab, device=device)
+    ranked = ranked.masked_fill_(ranks >= _to(device, limit)[:, None], 0)
+    if (top_p < 1).any():
+        mass = ranked.cumsum(-1)
+        # A row without top-p keeps what it has, whatever its neighbours ask for.
+        share = _to(device, np.where(top_p < 1, top_p, np.float32(np.inf)))
+        target = share[:, None] * mass[:, -1:]
+        # A token stays while the mass before it is short of the target; the first always does.
+        ranked = ranked.masked_fill_(mass - ranked >= target, 0)
+    return torch.zeros_like(probabilities).scatter_(-1, ids, ranked)
+
+
+def _invert(probabilities: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """The first id whose cumulative weight exceeds `uniform` of the total."""
+    mass = probabilities.cumsum(-1)
+    target = uniform[:, None] * mass[:, -1:]
+    tokens = torch.searchsorted(mass, target, right=True)[:, 0]
+    return tokens.clamp_(max=probabilities.shape[-1] - 1)
+
+
+def _to(device: torch.device, array: npt.NDArray[np.generic]) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)
