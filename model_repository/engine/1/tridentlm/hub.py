@@ -127,9 +127,9 @@ def python_executable() -> str:
     """
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     candidates = [Path(sys.executable)] if sys.executable else []
-    for folder in (sys.prefix + "/bin", sysconfig.get_config_var("BINDIR")):
-        candidates += [Path(folder or "", name) for name in (version, "python3")]
-    candidates += [Path(found) for n in (version, "python3") if (found := shutil.which(n))]
+    for folder in (f"{sys.prefix}/bin", sysconfig.get_config_var("BINDIR") or "/usr/bin"):
+        candidates += [Path(folder, name) for name in (version, "python3")]
+    candidates += [Path(found)] if (found := shutil.which(version)) else []
     for candidate in candidates:
         named_python = re.fullmatch(r"python[\d.]*", candidate.name) is not None
         if named_python and candidate.is_file() and os.access(candidate, os.X_OK):

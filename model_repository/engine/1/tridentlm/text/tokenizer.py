@@ -88,8 +88,12 @@ class Tokenizer:
                 if message["role"] == "developer":
                     message["role"] = "system"
         options = self._special_tokens | template_kwargs
-        if not options.get("continue_final_message"):
-            options.setdefault("add_generation_prompt", True)
+        continued = bool(options.get("continue_final_message"))
+        if options.setdefault("add_generation_prompt", not continued) and continued:
+            raise InvalidRequest(
+                "continue_final_message and add_generation_prompt exclude each other.",
+                param="chat_template_kwargs",
+            )
         try:
             rendered, _ = render_jinja_template([chat], chat_template=template, **options)
         except Exception as error:
