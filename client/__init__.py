@@ -11,11 +11,15 @@ from tridentlm.errors import (
     Overloaded,
     TridentError,
 )
+from tridentlm_client.client import AsyncClient, Client, ClientStream, Result
 from tridentlm_client.session import Session
 from tridentlm_client.stream import Delta, End, Stream, Submission
 from tridentlm_client.wire import TlsOptions
 
 __all__ = [
+    "AsyncClient",
+    "Client",
+    "ClientStream",
     "ContextLengthExceeded",
     "Delta",
     "End",
@@ -24,6 +28,7 @@ __all__ = [
     "InvalidRequest",
     "ModelNotFound",
     "Overloaded",
+    "Result",
     "Session",
     "Stream",
     "Submission",

@@ -26,6 +26,7 @@ CHANNEL_OPTIONS = [
 ]
 
 UNAVAILABLE_TEXTS = ("not ready", "unavailable", "no available versions", "not healthy")
+NO_SESSION = "no_session"
 
 _LENGTH = struct.Struct("<I")
 
@@ -117,14 +118,17 @@ def find_payload(text: str) -> dict[str, Any] | None:
 
 
 def says_unavailable(text: str) -> bool:
-    """True for Triton's own words for: this model, or the server, takes no requests any more."""
+    """True when the session cannot go on: the engine forgot it, or Triton stops or unloads."""
+    payload = find_payload(text)
+    if payload is not None:
+        return payload.get("code") == NO_SESSION
     lowered = text.lower()
-    return find_payload(text) is None and any(words in lowered for words in UNAVAILABLE_TEXTS)
+    return any(words in lowered for words in UNAVAILABLE_TEXTS)
 
 
 def parse_error(text: str) -> TridentError:
     """The error that a response's `error_message` stands for."""
     payload = find_payload(text)
-    if payload is not None:
-        return from_payload(payload)
-    return EngineDown(text) if says_unavailable(text) else InternalError(text)
+    if says_unavailable(text):
+        return EngineDown(text if payload is None else str(payload["message"]))
+    return InternalError(text) if payload is None else from_payload(payload)

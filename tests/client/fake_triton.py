@@ -1,7 +1,7 @@
 """An in-process server that speaks the session protocol, for what a real one does too rarely.
 
-It follows Triton: a stream ends after the client's half-close and its last request, a session is one
-request that lasts until its FINAL, and an acknowledgement or abort is not answered.
+It follows Triton: a stream ends after the client's half-close and its last request, a session is
+one request that lasts until its FINAL, and an acknowledgement or abort is not answered.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def end(reason: str = "stop", tokens: int = 1, **more: Any) -> dict[str, Any]:
 
 
 class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
-    """`accept` decides the outcome of a submission, `answer` its words (None: a test sends them)."""
+    """`accept` decides a submission's outcome, `answer` its words (None: the test sends frames)."""
 
     def __init__(self) -> None:
         self.accept: Callable[[str, Any], dict[str, Any]] = accept_all

@@ -346,6 +346,21 @@ def test_running_requests_finish_on_a_server_that_takes_no_new_ones() -> None:
     run(test)
 
 
+def test_a_session_that_the_server_has_forgotten_is_replaced() -> None:
+    async def test(server: FakeTriton, session: Session) -> None:
+        old = server.session
+        server.refusal = json.dumps(InvalidRequest("Not open.", code="no_session").payload())
+        [outcome] = await session.submit([Submission(prompt="x")])
+        assert isinstance(outcome, EngineDown)
+        assert not session.ready
+        server.refusal = None
+        old.final()
+        await until(lambda: session.ready)
+        assert server.session is not old
+
+    run(test)
+
+
 def test_a_refused_batch_fails_its_own_requests_only() -> None:
     async def test(server: FakeTriton, session: Session) -> None:
         stream = await accepted(session)
@@ -384,7 +399,7 @@ def test_closing_does_not_wait_for_a_deaf_server(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(link, "LAST_WORDS_SECONDS", 0.2)
 
     async def body() -> None:
-        async with connected() as (server, session):
+        async with connected() as (_, session):
             monkeypatch.setattr(FakeTriton, "on_close", lambda self, request_id, seen: None)
             started = asyncio.get_running_loop().time()
             await session.close()
