@@ -173,9 +173,8 @@ def test_a_cache_that_cannot_be_written_is_refused_by_name(
     with pytest.raises(InvalidRequest, match="TRIDENTLM_CACHE"):
         hub.cache_dir()
     monkeypatch.delenv("TRIDENTLM_CACHE")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    assert hub.cache_dir().parent == tmp_path
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert hub.cache_dir() == tmp_path / "tridentlm"
 
 
 @pytest.mark.parametrize("executable", ["", "/usr/sbin/tritonserver", "/no/such/python3"])

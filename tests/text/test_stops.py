@@ -3,6 +3,8 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tridentlm.core.request import SamplingParams
+from tridentlm.errors import InvalidRequest
 from tridentlm.text.stops import StopChecker
 
 ALPHABET = "abc\n"
@@ -94,3 +96,10 @@ def test_long_stops_and_texts_take_linear_time() -> None:
     emitted = sum(len(checker.push("a" * 10)) for _ in range(10_000))
     assert emitted == 100_000 - 1000
     assert len(checker.flush()) == 1000
+
+
+def test_stop_strings_that_would_be_costly_to_prepare_are_refused() -> None:
+    accepted = SamplingParams.from_mapping({"stop": ["a" * 1000] * 16})
+    assert StopChecker(accepted.stop).push("b") == "b"
+    with pytest.raises(InvalidRequest, match="1000"):
+        SamplingParams.from_mapping({"stop": "a" * 1001})

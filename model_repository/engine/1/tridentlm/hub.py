@@ -90,22 +90,24 @@ def default_model() -> Path:
 
 
 def cache_dir() -> Path:
-    """$TRIDENTLM_CACHE, else `tridentlm` in the user's cache folder or the temporary folder.
+    """$TRIDENTLM_CACHE, else `tridentlm` in the user's cache folder; created when missing.
 
-    Created when missing. Raises InvalidRequest when it cannot be written.
+    Raises InvalidRequest when it cannot be written.
     """
-    named = os.environ.get(PREFIX + "CACHE")
-    base = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "tridentlm"
-    spare = Path(tempfile.gettempdir(), f"tridentlm-{os.getuid()}")
-    candidates = [Path(named).expanduser()] if named else [base, spare]
-    for path in candidates:
-        with contextlib.suppress(OSError):
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if os.access(path, os.W_OK):
-                return path
-    raise InvalidRequest(
-        f"The cache folder {candidates[0]} cannot be written; set {PREFIX}CACHE.", param="cache"
+    text = os.environ.get(PREFIX + "CACHE") or os.path.join(
+        os.environ.get("XDG_CACHE_HOME") or "~/.cache", "tridentlm"
     )
+    try:
+        path = Path(text).expanduser()
+        path.mkdir(parents=True, exist_ok=True)
+        writable = os.access(path, os.W_OK)
+    except (OSError, RuntimeError):
+        writable = False
+    if not writable:
+        raise InvalidRequest(
+            f"The cache folder {text} cannot be written; set {PREFIX}CACHE.", param="cache"
+        )
+    return path
 
 
 @contextlib.contextmanager

@@ -106,6 +106,8 @@ def _stops(name: str, value: Any) -> tuple[str, ...]:
         raise InvalidRequest("stop must not contain an empty string.", param=name)
     if len(stops) > 16:
         raise InvalidRequest(f"stop takes at most 16 strings, got {len(stops)}.", param=name)
+    if any(len(stop) > 1000 for stop in stops):
+        raise InvalidRequest("stop strings have at most 1000 characters each.", param=name)
     return tuple(stops)
 
 
