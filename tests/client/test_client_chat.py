@@ -8,11 +8,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from fake_triton import FakeTriton
 from test_client_api import serving
+from tridentlm_client import ContextLengthExceeded
 
 SCRIPT = """
 import sys
@@ -20,6 +21,7 @@ from tridentlm_client.chat import run_chat
 sys.exit(run_chat(sys.argv[1], sampling={"max_tokens": 64}, timeout=float(sys.argv[2])))
 """
 
+PROMPT = "\x1b[?2004h"  # what prompt_toolkit turns on while it reads a line
 TERMINAL_SCRIPT = "import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0)" + SCRIPT
 
 
@@ -77,8 +79,6 @@ def test_a_piped_chat_keeps_its_history_and_knows_its_commands() -> None:
 def test_the_end_of_the_input_ends_the_chat_and_errors_do_not() -> None:
     with serving() as server:
         server.answer = talk
-        server.refusal = None
-        from tridentlm_client import ContextLengthExceeded
 
         def accept(uid: str, body: Any) -> dict[str, Any]:
             if body["messages"][-1]["content"] == "too long":
@@ -134,15 +134,15 @@ def test_at_a_terminal_ctrl_c_stops_an_answer_and_ctrl_d_leaves() -> None:
         os.close(slave)
         shown = Terminal(master)
         try:
-            shown.wait_for("> ")
+            shown.wait_for(PROMPT)
             os.write(master, b"forever\r")
             shown.wait_for("on on on")
             os.write(master, b"\x03")
             shown.wait_for("[stopped]")
             wait_for(lambda: server.session.aborted)
-            shown.wait_for("> ")
+            shown.wait_for(PROMPT)
             os.write(master, b"half a line\x03")
-            shown.wait_for("> ")
+            shown.wait_for(PROMPT)
             os.write(master, b"again\r")
             shown.wait_for("u:again")
             shown.wait_for("tokens/s")
@@ -164,13 +164,14 @@ class Terminal:
 
     def wait_for(self, words: str) -> None:
         def seen() -> bool:
-            try:
+            with suppress(OSError):
                 self._text += os.read(self._descriptor, 1 << 16).decode(errors="replace")
-            except (BlockingIOError, OSError):
-                pass
             return words in self._text
 
-        wait_for(seen)
+        try:
+            wait_for(seen)
+        except AssertionError:
+            raise AssertionError(f"{words!r} was not shown: {self._text!r}") from None
         self._text = self._text.partition(words)[2]
 
 
