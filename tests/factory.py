@@ -20,8 +20,8 @@ CHAT_TEMPLATE = (
 )
 
 CORPUS = (
-    "The quick brown fox jumps over the lazy dog. A journey of a thousand miles begins with one step.",
-    "Pages hold tokens, rows hold pages, and a batch holds rows; every step adds one token to each.",
+    "The quick brown fox jumps over the lazy dog. A long journey begins with one step.",
+    "Pages hold tokens, rows hold pages, a batch holds rows; every step adds one token to each.",
     "user and assistant talk: what is the weather like today? It is sunny, with a little wind.",
     "ภาษาไทยไม่มีช่องว่างระหว่างคำ 한국어 문장도 있습니다. Ein Satz über Flüsse. 🙂🚀",
 )
