@@ -40,7 +40,8 @@ class Link:
     """One session id. `run` carries it from start to end; everything else may be called meanwhile.
 
     `connected` is set by the first frame, which calls `on_connected`. `status` is the last one
-    seen. `uids` numbers the requests.
+    seen. `trouble` is why the server takes no more requests while `draining`. `uids` numbers the
+    requests.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class Link:
         self.status: dict[str, Any] | None = None
         self.connected = False
         self.draining = False
+        self.trouble: TridentError | None = None
         self._loop = asyncio.get_running_loop()
         self._stub, self._engine, self._uids = stub, engine, uids
         self._on_connected = on_connected
@@ -165,7 +167,7 @@ class Link:
             rpc.cancel()
 
     def _on_lost(self, error: TridentError) -> None:
-        log.info("session %s: %s", self.session_id, error)
+        self.trouble = self.trouble or error
         self.drain()
 
     async def _tick(self) -> None:

@@ -149,7 +149,10 @@ class Session:
         return link if usable else None
 
     def _unusable(self) -> EngineDown:
-        return EngineDown(f"No session with Triton at {self.target}: {self._error.message}")
+        trouble = self._link.trouble if self._link is not None else None
+        error = EngineDown("The session was closed.") if self._closing.is_set() else trouble
+        message = (error or self._error).message
+        return EngineDown(f"No session with Triton at {self.target}: {message}")
 
     async def _keep(self) -> None:
         delay = MIN_BACKOFF_SECONDS
@@ -163,8 +166,8 @@ class Session:
             await channel.close()
             if link.connected:
                 delay = MIN_BACKOFF_SECONDS
-            log.info("session with %s ended: %s", self.target, self._error)
             if not self._closing.is_set():
+                log.info("session with %s ended: %s", self.target, self._error)
                 await self._pause(delay * random.uniform(0.5, 1.0))
             delay = min(delay * 2, MAX_BACKOFF_SECONDS)
 
