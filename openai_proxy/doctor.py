@@ -28,6 +28,7 @@ from openai_proxy.tritonserver import (
 
 GIB = 1 << 30
 PORTS = (8000, 8100, 8101, 8102)
+CPUINFO = Path("/proc/cpuinfo")
 SHM = Path("/dev/shm")
 SHM_ENOUGH = 256 << 20  # Triton takes 2 MiB a Python model instance and grows with large messages
 CPU_TORCH = "pip install torch --index-url https://download.pytorch.org/whl/cpu"
@@ -126,10 +127,8 @@ def _triton(server: TritonServer) -> Iterator[Finding]:
 
 
 def _cpu() -> Finding:
-    flags = ""
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        flags = next((x for x in cpuinfo.read_text().splitlines() if x.startswith("flags")), "")
+    lines = CPUINFO.read_text().splitlines() if CPUINFO.exists() else []
+    flags = next((line for line in lines if line.startswith("flags")), "")
     native = re.search(r"\b(amx_bf16|avx512_bf16)\b", flags)
     found = f"{psutil.cpu_count()} threads, bfloat16 {'native' if native else 'not native'}"
     if native:

@@ -106,6 +106,7 @@ class Family:
             if not members or time.monotonic() > until:
                 break
             time.sleep(0.02)
+        self.wait(1.0)
         self._pump.join(0.5)
         return [p.pid for p in members]
 

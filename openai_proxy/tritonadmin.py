@@ -16,7 +16,7 @@ class AdminError(TridentError):
 class TritonAdmin:
     """Blocking calls; `timeout` (seconds) holds for all but `load`, which may take minutes."""
 
-    def __init__(self, host: str, port: int, timeout: float = 2.0) -> None:
+    def __init__(self, host: str, port: int, timeout: float = 5.0) -> None:
         self._host = host
         self._port = port
         self._timeout = timeout

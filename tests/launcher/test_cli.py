@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+import dataclasses
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tridentlm import __version__
+from tridentlm.config import EngineSettings
+from typer.testing import CliRunner
+
+from openai_proxy.cli import app
+from openai_proxy.options import CONNECTION_HELP, ENGINE_HELP, PROXY_HELP
+from openai_proxy.settings import ProxySettings
+
+
+def tridentlm(*args: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "openai_proxy.cli", *args]
+    env = {**os.environ, "COLUMNS": "200", **environ}
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+
+
+def test_every_setting_has_a_flag() -> None:
+    engine = {spec.name for spec in dataclasses.fields(EngineSettings)}
+    proxy = {spec.name for spec in dataclasses.fields(ProxySettings)}
+    assert set(ENGINE_HELP) == engine
+    assert set(PROXY_HELP) | set(CONNECTION_HELP) == proxy - {"started"}
+    shown = CliRunner().invoke(app, ["serve", "--help"], env={"COLUMNS": "200"}).output
+    for name in [*ENGINE_HELP, *PROXY_HELP]:
+        assert "--" + name.replace("_", "-") in shown
+
+
+def test_the_command_answers_fast_and_without_torch() -> None:
+    began = time.monotonic()
+    done = tridentlm("version")
+    assert done.stdout.strip() == __version__
+    assert time.monotonic() - began < 3.0
+    code = (
+        "import sys, openai_proxy.cli, openai_proxy.launcher, openai_proxy.doctor;"
+        "print({'torch', 'transformers', 'fastapi', 'grpc'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.strip() == "set()"
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--tp", "2"], "--tp"),
+        (["--page-size", "7"], "page_size must be one of"),
+        (["--max-running", "0"], "max_running"),
+        (["--workers", "0"], "workers"),
+        (["--model", "/nowhere/at/all"], "/nowhere/at/all"),
+        (["--repository", "/nowhere/at/all"], "/nowhere/at/all"),
+    ],
+)
+def test_serve_refuses_what_cannot_work_before_it_starts_anything(
+    args: list[str], message: str
+) -> None:
+    done = tridentlm("serve", *args)
+    assert done.returncode == 1
+    assert message in done.stderr
+    assert "starting" not in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_serve_names_a_port_that_is_taken() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        done = tridentlm("serve", "--grpc-port", port)
+    assert done.returncode == 1
+    assert f"port {port} (--grpc-port) is in use" in done.stderr
+    assert "starting" not in done.stderr
+
+
+def test_serve_names_a_port_given_twice() -> None:
+    done = tridentlm("serve", "--http-port", "18123", "--metrics-port", "18123")
+    assert done.returncode == 1
+    assert "--metrics-port and --http-port are both 18123" in done.stderr
+
+
+def test_repository_prints_the_folder_it_wrote(tmp_path: Path) -> None:
+    target = tmp_path / "models"
+    done = tridentlm("repository", str(target))
+    assert done.stdout.strip() == str(target)
+    again = tridentlm("repository", str(target))
+    assert again.returncode == 1
+    assert "not an empty folder" in again.stderr
