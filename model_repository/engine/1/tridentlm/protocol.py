@@ -31,12 +31,18 @@ MAX_UNACKED = 64
 ROLL_FRAMES = 4000
 ROLL_BYTES = 16 << 20
 TOMBSTONE_SECONDS = 10.0
+RELAY_REPORT = 16
+"""The relay tells the engine whenever it has passed on this many responses."""
+
 HEARTBEAT = "heartbeat"
 """The `finish_reason` of a response that only lets the relay look for its client."""
 
 
 class Op:
-    """Values of the engine's `op` input. RELAYED and SUBMIT are what the ensembles send."""
+    """Values of the engine's `op` input.
+
+    RELAYED and SUBMIT are what the ensembles send, PASSED is the relay's report.
+    """
 
     GENERATE = "generate"
     RELAYED = "relayed"
@@ -44,6 +50,7 @@ class Op:
     SESSION = "session"
     ACK = "ack"
     ABORT = "abort"
+    PASSED = "passed"
     CLOSE = "close"
     DRAIN = "drain"
     FLUSH_CACHE = "flush_cache"

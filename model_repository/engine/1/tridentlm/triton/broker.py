@@ -45,11 +45,13 @@ class Broker:
     def __init__(
         self,
         settings: EngineSettings,
+        model: str,
         tokenizer: Tokenizer,
         process: EngineProcess,
         metrics: Metrics,
     ) -> None:
         self._settings = settings
+        self._model = model
         self._tokenizer = tokenizer
         self._process = process
         self._metrics = metrics
@@ -85,7 +87,7 @@ class Broker:
     # Requests
 
     def submit(self, session_id: str, entries: Sequence[dict[str, Any]], ids: Ids) -> list[Any]:
-        """Takes a session's requests; one outcome each, {"uid", "prompt_tokens"} or {"uid", "error"}.
+        """Takes a session's requests; for each {"uid", "prompt_tokens"} or {"uid", "error"}.
 
         `entries[i]` is {"uid", "n", "sampling", "return_token_ids"} and owns the next n of `ids`,
         or {"uid", "error"} when the tokenizer already refused it.
@@ -149,6 +151,10 @@ class Broker:
                     self._process.abort([stream.id])
                 else:
                     self._tombstones[session_id, uid] = time.monotonic() + TOMBSTONE_SECONDS
+
+    def passed(self, count: int) -> None:
+        """The relay has passed on `count` responses of plain requests."""
+        self._plain_sender.passed(count)
 
     def _admit(
         self,
@@ -254,6 +260,7 @@ class Broker:
             return {
                 "protocol": VERSION,
                 "version": __version__,
+                "model": self._model,
                 "up": self._process.up,
                 "draining": self._draining_since is not None,
                 "sessions": len(self._sessions),

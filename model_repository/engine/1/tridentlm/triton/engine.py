@@ -17,7 +17,7 @@ import orjson
 import triton_python_backend_utils as pb_utils
 
 from tridentlm.errors import InvalidRequest, TridentError
-from tridentlm.protocol import HEARTBEAT, VERSION, Op
+from tridentlm.protocol import HEARTBEAT, RELAY_REPORT, VERSION, Op
 from tridentlm.triton import tensors
 from tridentlm.triton.tokenizer import read_options
 
@@ -81,7 +81,7 @@ class TritonPythonModel:
         files = resolve_model(settings)
         metrics = Metrics({"model": files.name, "engine": self._name})
         process = EngineProcess(settings, metrics.restarted)
-        self._broker = Broker(settings, Tokenizer.load(files), process, metrics)
+        self._broker = Broker(settings, files.name, Tokenizer.load(files), process, metrics)
         try:
             self._broker.start()
         except TridentError as error:
@@ -142,6 +142,9 @@ class TritonPythonModel:
             responder.finish()
         elif op == Op.ABORT:
             broker.abort(session, tensors.strings(request, "uid") or [])
+            responder.finish()
+        elif op == Op.PASSED:
+            broker.passed(RELAY_REPORT)
             responder.finish()
         elif op == Op.SESSION:
             if parameters.get("protocol") != VERSION or len(session) != 32:

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
 from tridentlm.errors import TridentError, from_payload
+from tridentlm.protocol import RELAY_REPORT
 from tridentlm.triton.streams import TextStream
 
 HEARTBEAT_SECONDS = 0.25
 CANCEL_POLL_SECONDS = 0.1
+RELAY_WINDOW = 4 * RELAY_REPORT
+RELAY_SILENCE_SECONDS = 0.5
 
 
 class PlainResponder(Protocol):
@@ -95,13 +97,21 @@ class PlainRequest:
 
 
 class PlainSender:
-    """The thread that sends for all plain requests, beats, and notices cancelled ones."""
+    """The thread that sends for all plain requests, beats, and notices cancelled ones.
+
+    The relay passes fewer responses on than this thread can send, and Triton would queue the
+    difference without end, so that an abort found in the relay came seconds late. Hence a window:
+
+        sent - passed < RELAY_WINDOW      or relayed requests wait, and their news merge meanwhile
+    """
 
     def __init__(self, abort: Callable[[TextStream], None]) -> None:
         self._abort = abort
         self._requests: set[PlainRequest] = set()
-        self._queue: deque[PlainRequest] = deque()
-        self._queued: set[PlainRequest] = set()
+        self._direct: dict[PlainRequest, None] = {}
+        self._relayed: dict[PlainRequest, None] = {}
+        self._in_relay = 0
+        self._relay_heard = 0.0
         self._wake = threading.Condition()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="plain-sender", daemon=True)
@@ -110,14 +120,20 @@ class PlainSender:
     def track(self, request: PlainRequest) -> None:
         with self._wake:
             self._requests.add(request)
+            self._wake.notify()
 
     def put(self, request: PlainRequest) -> None:
         """Queues the request once, however often it has news before its turn."""
         with self._wake:
-            if request not in self._queued:
-                self._queued.add(request)
-                self._queue.append(request)
-                self._wake.notify()
+            (self._relayed if request.relayed else self._direct)[request] = None
+            self._wake.notify()
+
+    def passed(self, count: int) -> None:
+        """The relay has passed on `count` more responses."""
+        with self._wake:
+            self._in_relay = max(0, self._in_relay - count)
+            self._relay_heard = time.monotonic()
+            self._wake.notify()
 
     def close(self) -> None:
         """Sends what is queued, then ends the thread."""
@@ -130,12 +146,11 @@ class PlainSender:
         next_poll = 0.0
         while True:
             with self._wake:
-                if not self._queue and not self._closed:
-                    self._wake.wait(CANCEL_POLL_SECONDS if self._requests else None)
-                if self._closed and not self._queue:
+                request = self._next()
+                if request is None and self._closed and not self._relayed:
                     return
-                request = self._queue.popleft() if self._queue else None
-                self._queued.discard(request)  # type: ignore[arg-type]
+                if request is None:
+                    self._wake.wait(CANCEL_POLL_SECONDS if self._requests else None)
             if request is not None and request.send_pending():
                 with self._wake:
                     self._requests.discard(request)
@@ -143,6 +158,26 @@ class PlainSender:
             if now >= next_poll:
                 self._poll(now)
                 next_poll = time.monotonic() + CANCEL_POLL_SECONDS
+
+    def _next(self) -> PlainRequest | None:
+        """The request that has waited longest and may be sent; holds the lock."""
+        queue = self._direct
+        if self._relayed and not queue and self._relay_takes_more():
+            queue = self._relayed
+            self._in_relay += 1
+        if not queue:
+            return None
+        request = next(iter(queue))
+        del queue[request]
+        return request
+
+    def _relay_takes_more(self) -> bool:
+        if self._in_relay >= RELAY_WINDOW:
+            # A relay that was started again never tells of what its predecessor had.
+            if time.monotonic() - self._relay_heard < RELAY_SILENCE_SECONDS:
+                return False
+            self._in_relay, self._relay_heard = 0, time.monotonic()
+        return True
 
     def _poll(self, now: float) -> None:
         with self._wake:

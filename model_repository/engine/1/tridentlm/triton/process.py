@@ -113,7 +113,7 @@ class EngineProcess:
         described: dict[str, Any] = {}
         if self._ready is not None:
             described = asdict(self._ready.limits)
-            for name in ("model", "device", "dtype", "load_seconds"):
+            for name in ("device", "dtype", "load_seconds"):
                 described[name] = getattr(self._ready, name)
         if self._ready is not None and self._stats is not None:
             described |= asdict(self._stats)

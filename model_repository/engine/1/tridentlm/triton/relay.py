@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
-from tridentlm.protocol import HEARTBEAT, Op
+from tridentlm.protocol import HEARTBEAT, RELAY_REPORT, Op
 from tridentlm.triton import tensors
 
 OUTPUTS = ("text_output", "token_ids", "finish_reason", "usage", "error")
@@ -30,8 +30,9 @@ class TritonPythonModel:
         tensors.check_package_version(Path(args["model_repository"]) / args["model_version"] / "x")
         self._engine = tensors.config_parameters(args).get("engine", "engine")
         self._aborted: OrderedDict[str, None] = OrderedDict()
-        self._to_abort: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run_aborts, name="aborts", daemon=True)
+        self._passed = 0
+        self._calls: queue.SimpleQueue[tuple[str, str] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run_calls, name="calls", daemon=True)
         self._thread.start()
 
     def execute(self, requests: list[Any]) -> None:
@@ -41,9 +42,13 @@ class TritonPythonModel:
                 self._pass_on(request, responder)
             finally:
                 responder.finish()
+            self._passed += 1
+            if self._passed == RELAY_REPORT:
+                self._passed = 0
+                self._calls.put((Op.PASSED, ""))
 
     def finalize(self) -> None:
-        self._to_abort.put(None)
+        self._calls.put(None)
         self._thread.join(timeout=2)
 
     def _pass_on(self, request: Any, responder: tensors.Responder) -> None:
@@ -65,19 +70,20 @@ class TritonPythonModel:
         self._aborted[uid] = None
         if len(self._aborted) > REMEMBERED_ABORTS:
             self._aborted.popitem(last=False)
-        self._to_abort.put(uid)
+        self._calls.put((Op.ABORT, uid))
 
-    def _run_aborts(self) -> None:
+    def _run_calls(self) -> None:
         """Off the execute thread: a call into the engine must not hold up other clients."""
-        while (uid := self._to_abort.get()) is not None:
-            call = pb_utils.InferenceRequest(
+        while (call := self._calls.get()) is not None:
+            op, uid = call
+            request = pb_utils.InferenceRequest(
                 model_name=self._engine,
                 requested_output_names=["frame"],
                 inputs=[
-                    tensors.text_tensor("op", Op.ABORT),
+                    tensors.text_tensor("op", op),
                     pb_utils.Tensor("uid", np.array([uid], dtype=object)),
                 ],
             )
-            for response in call.exec(decoupled=True):
+            for response in request.exec(decoupled=True):
                 if response.has_error():
-                    pb_utils.Logger.log_warn(f"abort of {uid}: {response.error().message()}")
+                    pb_utils.Logger.log_warn(f"{op} {uid}: {response.error().message()}")

@@ -1,0 +1,172 @@
+"""Nothing generates for nobody: clients that leave, in every state and by every way in."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import grpc
+import pytest
+from tridentlm_client import Session, Submission
+from tridentlm_client.wire import infer_request
+from tritonclient.grpc import service_pb2_grpc
+
+from tests.server.service import Service, wait_until
+
+pytestmark = pytest.mark.server
+LONG = 4000
+TOGETHER = 320  # beyond the 256 slots, so that some of the requests only wait
+
+
+async def leave_http(port: int, path: str, body: dict[str, Any], after: float) -> None:
+    """Posts, reads for `after` seconds, hangs up."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    data = json.dumps(body).encode()
+    writer.write(
+        f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        f"content-length: {len(data)}\r\n\r\n".encode()
+        + data
+    )
+
+    async def read() -> None:
+        while await reader.read(65536):
+            pass
+
+    with contextlib.suppress(asyncio.TimeoutError):
+        await asyncio.wait_for(read(), after)
+    writer.close()
+
+
+async def leave_grpc(stub: Any, request: Any, after: float) -> None:
+    """Streams for `after` seconds, then cancels the call."""
+    call = stub.ModelStreamInfer(_once_then_wait(request))
+
+    async def read() -> None:
+        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.CancelledError):
+            async for _ in call:
+                pass
+
+    task = asyncio.create_task(read())
+    await asyncio.sleep(after)
+    call.cancel()
+    await task
+
+
+async def _once_then_wait(request: Any) -> Any:
+    yield request
+    await asyncio.Event().wait()
+
+
+class Leavers:
+    """One way of leaving for each of the doors, by name."""
+
+    def __init__(self, service: Service, stub: Any, session: Session) -> None:
+        self.service = service
+        self.stub = stub
+        self.session = session
+
+    async def chat(self, after: float, *, stream: bool) -> None:
+        body = {
+            "messages": [{"role": "user", "content": "word " * random.choice([1, 3000])}],
+            "max_tokens": LONG,
+            "stream": stream,
+        }
+        await leave_http(self.service.port, "/v1/chat/completions", body, after)
+
+    async def generate_stream(self, after: float) -> None:
+        body = {"text_input": "Hello", "max_tokens": LONG}
+        path = "/v2/models/generate/generate_stream"
+        await leave_http(self.service.http_port, path, body, after + 0.3)
+
+    async def grpc_generate(self, after: float) -> None:
+        request = infer_request(
+            "generate", strings={"text_input": ["Hello"]}, parameters={"max_tokens": LONG}
+        )
+        await leave_grpc(self.stub, request, after)
+
+    async def grpc_engine(self, after: float) -> None:
+        request = infer_request("engine", strings={}, parameters={"max_tokens": LONG})
+        request.inputs.add(name="input_ids", datatype="INT32", shape=[3])
+        request.raw_input_contents.append(b"\1\0\0\0" * 3)
+        await leave_grpc(self.stub, request, after)
+
+    async def session_abort(self, after: float) -> None:
+        (stream,) = await self.session.submit(
+            [Submission(prompt="Hello", sampling={"max_tokens": LONG})]
+        )
+        await asyncio.sleep(after)
+        stream.close()  # type: ignore[union-attr]
+
+    def doors(self) -> list[Callable[[float], Awaitable[None]]]:
+        return [
+            lambda after: self.chat(after, stream=True),
+            lambda after: self.chat(after, stream=False),
+            self.generate_stream,
+            self.grpc_generate,
+            self.grpc_engine,
+            self.session_abort,
+        ]
+
+
+async def leave_many(service: Service, count: int, longest: float, seed: int) -> None:
+    rng = random.Random(seed)
+    async with Session(service.grpc) as session, grpc.aio.insecure_channel(service.grpc) as channel:
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        doors = Leavers(service, stub, session).doors()
+        await asyncio.gather(
+            *(doors[i % len(doors)](rng.uniform(0, longest)) for i in range(count))
+        )
+
+
+def assert_all_stops(service: Service) -> None:
+    """Within 0.5 s of the last client's leaving the engine holds nothing any more."""
+    seconds = wait_until(service.idle, 3, "an idle engine")
+    assert seconds <= 0.5
+
+
+def test_two_hundred_clients_that_leave_at_random_free_everything(simulated: Service) -> None:
+    asyncio.run(leave_many(simulated, 200, 1.0, seed=1))
+    assert_all_stops(simulated)
+    assert simulated.chat().json()["choices"][0]["finish_reason"] == "length"
+
+
+def test_clients_that_leave_while_they_are_queued_free_their_place(simulated: Service) -> None:
+    async def crowd() -> None:
+        async with Session(simulated.grpc) as session:
+            streams = await session.submit(
+                [Submission(prompt="Hi", sampling={"max_tokens": LONG})] * TOGETHER
+            )
+            await asyncio.to_thread(
+                wait_until, lambda: simulated.status()["waiting"] > 0, 5, "a queue"
+            )
+            await leave_many(simulated, 40, 0.5, seed=2)
+            for stream in streams:
+                stream.close()  # type: ignore[union-attr]
+
+    asyncio.run(crowd())
+    assert_all_stops(simulated)
+
+
+def test_a_session_that_ends_takes_its_requests_with_it(simulated: Service) -> None:
+    async def vanish() -> None:
+        session = Session(simulated.grpc)
+        await session.start()
+        await session.submit([Submission(prompt="Hi", sampling={"max_tokens": LONG})] * 20)
+        await session.close()
+
+    asyncio.run(vanish())
+    assert_all_stops(simulated)
+
+
+def test_the_server_stops_at_once_after_clients_have_left(fresh: Service) -> None:
+    fresh.start()
+    asyncio.run(leave_many(fresh, 60, 0.6, seed=3))
+    assert_all_stops(fresh)
+    start = time.monotonic()
+    assert fresh.stop() == 0
+    assert time.monotonic() - start < 8
