@@ -6,6 +6,7 @@
     |-- ModelNotFound      404
     |-- Overloaded         503   try again later (`retry_after` seconds)
     |-- EngineDown         503   the engine process is gone or the server drains
+    |-- RequestTimeout     504   the request's own `timeout` has passed
     `-- InternalError      500   our fault
 
 On every border (Triton's error text, a submission's outcome, a frame, an HTTP body) an error is the
@@ -70,6 +71,12 @@ class EngineDown(TridentError):
     retry_after = 2
 
 
+class RequestTimeout(TridentError):
+    status = 504
+    type = "timeout_error"
+    default_code = "timeout"
+
+
 class InternalError(TridentError):
     pass
 
@@ -78,7 +85,7 @@ def from_payload(payload: dict[str, Any]) -> TridentError:
     """Rebuilds the error whose `payload()` crossed a border."""
     code, kind = payload.get("code"), payload.get("type")
     cls: type[TridentError] = InternalError
-    for candidate in (ContextLengthExceeded, ModelNotFound, Overloaded, EngineDown):
+    for candidate in (ContextLengthExceeded, ModelNotFound, Overloaded, EngineDown, RequestTimeout):
         if code == candidate.default_code:
             cls = candidate
             break

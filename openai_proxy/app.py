@@ -1,0 +1,84 @@
+"""`create_app`: the FastAPI application of one proxy process."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import Route
+from tridentlm import __version__
+from tridentlm.errors import TridentError
+
+from openai_proxy.errors import on_http_exception, on_validation_error
+from openai_proxy.generate import GenerateEndpoint
+from openai_proxy.metrics import ProxyMetrics
+from openai_proxy.middleware import OPEN_PATHS, Gate
+from openai_proxy.protocol import parse_chat, parse_completion
+from openai_proxy.routes import router
+from openai_proxy.schemas import describe_posts
+from openai_proxy.sessions import SessionLike, open_session
+from openai_proxy.settings import ProxySettings
+
+log = logging.getLogger("openai_proxy")
+
+SessionFactory = Callable[[ProxySettings], SessionLike]
+
+CHAT_PATH = "/v1/chat/completions"
+COMPLETIONS_PATH = "/v1/completions"
+
+
+def create_app(settings: ProxySettings, session_factory: SessionFactory = open_session) -> FastAPI:
+    """The session is made and started with the application, in its event loop.
+
+    The application serves at once; until the session is connected, requests get a 503.
+    """
+    app = FastAPI(
+        title="TridentLM", version=__version__, lifespan=_lifespan, redirect_slashes=False
+    )
+    app.state.settings = settings
+    app.state.session_factory = session_factory
+    app.state.metrics = ProxyMetrics()
+    app.include_router(router)
+    for path, parse in ((CHAT_PATH, parse_chat), (COMPLETIONS_PATH, parse_completion)):
+        endpoint = GenerateEndpoint(parse, settings, app.state)
+        app.router.routes.append(Route(path, endpoint, methods=["POST"]))
+    describe_posts(app, CHAT_PATH, COMPLETIONS_PATH)
+    app.add_exception_handler(HTTPException, on_http_exception)
+    app.add_exception_handler(RequestValidationError, on_validation_error)
+    known = OPEN_PATHS | {CHAT_PATH, COMPLETIONS_PATH, "/v1/models", "/version"}
+    app.add_middleware(Gate, api_key=settings.api_key, metrics=app.state.metrics, routes=known)
+    if settings.cors_origins:
+        origins = [origin.strip() for origin in settings.cors_origins.split(",")]
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "x-tridentlm-ignored-params", "retry-after"],
+        )
+    return app
+
+
+@asynccontextmanager
+async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
+    session: SessionLike = app.state.session_factory(app.state.settings)
+    app.state.session = session
+    connecting = asyncio.create_task(_connect(session))
+    try:
+        yield
+    finally:
+        connecting.cancel()
+        await session.close()
+
+
+async def _connect(session: SessionLike) -> None:
+    try:
+        await session.start()
+    except TridentError as error:
+        log.warning("still trying to connect: %s", error)

@@ -1,0 +1,153 @@
+"""The two POST endpoints, as raw ASGI applications.
+
+    read body -> parse -> submit -- every prompt admitted --> first engine output --> 200 + events
+       4xx        4xx     4xx/503 (accepted neighbours are aborted)   4xx/5xx         error event
+
+Whatever happens, and above all when the client goes, in any of these states, `finally` aborts the
+requests that have not ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Protocol
+
+from starlette.types import Receive, Scope, Send
+from tridentlm.errors import TridentError
+from tridentlm_client import Stream
+
+from openai_proxy.chunks import DONE, Envelope, usage_of, whole_response
+from openai_proxy.errors import ClientGone
+from openai_proxy.exchange import Exchange, Headers
+from openai_proxy.parameters import IgnoredParameters
+from openai_proxy.protocol import Job
+from openai_proxy.sessions import SessionLike, require_ready
+from openai_proxy.settings import ProxySettings
+from openai_proxy.sse import EventStream, error_event
+
+Parser = Callable[[Mapping[str, Any], str, float], Job]
+
+
+class HasSession(Protocol):
+    """The application's state."""
+
+    session: SessionLike
+
+
+class GenerateEndpoint:
+    """Answers POSTs whose bodies `parse` understands."""
+
+    def __init__(self, parse: Parser, settings: ProxySettings, state: HasSession) -> None:
+        self._parse = parse
+        self._settings = settings
+        self._state = state
+        self._ignored = IgnoredParameters()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange: Exchange = scope["exchange"]
+        session = self._state.session
+        body = await exchange.read_json(self._settings.max_body_bytes)
+        model = require_ready(session)
+        job = self._parse(body, model, self._settings.timeout)
+        headers: Headers = []
+        if job.ignored:
+            self._ignored.note(job.ignored)
+            headers.append((b"x-tridentlm-ignored-params", self._ignored.header(job.ignored)))
+        gone = asyncio.ensure_future(_wait_disconnect(exchange.receive))
+        streams: list[Stream] = []
+        try:
+            await _admit(session, job, gone, streams)
+            answer = _answer_events if job.stream else _answer_whole
+            await answer(exchange, job, streams, headers, gone)
+        finally:
+            gone.cancel()
+            for stream in streams:
+                stream.on_news = None
+                stream.close()
+
+
+async def _wait_disconnect(receive: Receive) -> None:
+    """Ends when the client has gone, or when the whole response is written."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _admit(
+    session: SessionLike, job: Job, gone: asyncio.Future[None], streams: list[Stream]
+) -> None:
+    """Fills `streams` with the admitted requests. Raises the first refusal; ClientGone."""
+    submitting = asyncio.ensure_future(session.submit(job.submissions))
+    try:
+        await asyncio.wait((submitting, gone), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        # A cancelled submission aborts its requests; a finished one leaves them to the caller.
+        submitting.cancel()
+    if not submitting.done():
+        raise ClientGone
+    outcomes = submitting.result()
+    streams.extend(outcome for outcome in outcomes if not isinstance(outcome, TridentError))
+    for outcome in outcomes:
+        if isinstance(outcome, TridentError):
+            raise job.localized(outcome)
+    if gone.done():
+        raise ClientGone
+
+
+async def _answer_events(
+    exchange: Exchange,
+    job: Job,
+    streams: list[Stream],
+    headers: Headers,
+    gone: asyncio.Future[None],
+) -> None:
+    events = EventStream(exchange, job, streams, headers)
+    events.begin()
+    try:
+        await asyncio.wait((events.over, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not events.over.done():
+            raise ClientGone
+        events.over.result()
+    except TridentError as error:
+        if not events.begun:
+            raise
+        exchange.error_code = error.code or error.type
+        last = {"type": "http.response.body", "body": error_event(error) + DONE}
+        await exchange.send_body(last)
+    finally:
+        events.close()
+
+
+async def _answer_whole(
+    exchange: Exchange,
+    job: Job,
+    streams: list[Stream],
+    headers: Headers,
+    gone: asyncio.Future[None],
+) -> None:
+    over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    unfinished = set(streams)
+
+    def news(stream: Stream) -> None:
+        if exchange.ttft is None:
+            exchange.ttft = exchange.elapsed
+        if stream.end is None or over.done():
+            return
+        unfinished.discard(stream)
+        error = job.error_of(stream.end)
+        if error is not None:
+            over.set_exception(error)
+        elif not unfinished:
+            over.set_result(None)
+
+    for stream in streams:
+        stream.on_news = partial(news, stream)
+        if stream.end is not None:
+            news(stream)
+    await asyncio.wait((over, gone), return_when=asyncio.FIRST_COMPLETED)
+    if not over.done():
+        raise ClientGone
+    over.result()
+    exchange.count(usage_of(streams))
+    await exchange.reply(whole_response(Envelope(job), job, streams), headers)

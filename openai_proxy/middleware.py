@@ -1,0 +1,74 @@
+"""The outermost layer: request id, key, errors of every kind, access log and metrics."""
+
+from __future__ import annotations
+
+import hmac
+import logging
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+from tridentlm.errors import InternalError, TridentError
+
+from openai_proxy.errors import ClientGone, HttpError
+from openai_proxy.exchange import Exchange
+from openai_proxy.logs import log_access
+from openai_proxy.metrics import ProxyMetrics
+
+log = logging.getLogger("openai_proxy")
+
+OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/metrics"})
+CLIENT_GONE_STATUS = 499
+
+
+class Gate:
+    """Wraps the application; puts an `Exchange` into the scope of every HTTP request.
+
+    Every TridentError that leaves the application becomes its status and body, anything else a 500.
+    An error after the status line closes the connection: streams write their own error events.
+    """
+
+    def __init__(
+        self, app: ASGIApp, *, api_key: str, metrics: ProxyMetrics, routes: frozenset[str]
+    ) -> None:
+        self._app = app
+        self._expected = b"Bearer " + api_key.encode() if api_key else None
+        self._metrics = metrics
+        self._routes = routes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        exchange = scope["exchange"] = Exchange(scope, receive, send)
+        self._metrics.begin()
+        try:
+            await self._answer(exchange)
+        finally:
+            path = scope["path"]
+            self._metrics.end(exchange, path if path in self._routes else "other")
+            log_access(exchange)
+
+    async def _answer(self, exchange: Exchange) -> None:
+        try:
+            self._check_key(exchange)
+            await self._app(exchange.scope, exchange.receive, exchange.send)
+        except ClientGone:
+            exchange.status = CLIENT_GONE_STATUS
+        except TridentError as error:
+            if exchange.status:
+                raise
+            await exchange.fail(error)
+        except Exception as failure:
+            log.exception("request %s failed", exchange.request_id.decode())
+            if exchange.status:
+                raise
+            await exchange.fail(InternalError(f"The proxy failed: {type(failure).__name__}."))
+
+    def _check_key(self, exchange: Exchange) -> None:
+        if self._expected is None or exchange.scope["path"] in OPEN_PATHS:
+            return
+        given = exchange.headers.get(b"authorization", b"")
+        if not hmac.compare_digest(given, self._expected):
+            message = (
+                "Incorrect API key." if given else "No API key: send Authorization: Bearer KEY."
+            )
+            raise HttpError(401, message, "invalid_api_key", {"www-authenticate": "Bearer"})

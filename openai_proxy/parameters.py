@@ -1,0 +1,165 @@
+"""Which fields a request body may carry, and what becomes of each.
+
+body --+-- served           -> submissions (sampling, prompt, streaming)
+       +-- a label          -> accepted, no effect by definition (user, metadata...)
+       +-- not built yet    -> 400 naming it, unless its value means "off"
+       +-- unknown          -> ignored: logged once, named in a response header
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields
+from typing import Any
+
+from tridentlm.core.request import SamplingParams
+from tridentlm.errors import InvalidRequest
+
+log = logging.getLogger("openai_proxy")
+
+SAMPLING = frozenset(spec.name for spec in fields(SamplingParams))
+SERVED = SAMPLING | {"model", "stream", "stream_options", "return_token_ids"}
+LABELS = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key"})
+_MAX_LOGGED = 1000
+_MAX_NAMED = 20
+
+
+def _only(*values: Any) -> Callable[[Any], bool]:
+    """Off is any of `values`, of the same type: JSON's false is not 0."""
+    return lambda value: any(
+        value == off and isinstance(value, bool) == isinstance(off, bool) for off in values
+    )
+
+
+_never = _only()
+_empty = _only([], {}, "")
+_false = _only(False)
+_zero = _only(0)
+
+# Parameters of OpenAI, vLLM and SGLang that are not built: the values that ask for nothing. null
+# asks for nothing everywhere.
+OFF: dict[str, Callable[[Any], bool]] = {
+    "n": _only(1),
+    "best_of": _only(1),
+    "logprobs": _false,
+    "top_logprobs": _zero,
+    "prompt_logprobs": _never,
+    "logit_bias": _empty,
+    "presence_penalty": _zero,
+    "frequency_penalty": _zero,
+    "repetition_penalty": _only(1),
+    "length_penalty": _only(1),
+    "min_tokens": _zero,
+    "tools": _empty,
+    "tool_choice": _only("none", "auto"),
+    "parallel_tool_calls": _only(True, False),
+    "functions": _empty,
+    "function_call": _only("none", "auto"),
+    "response_format": _only({"type": "text"}),
+    "structured_outputs": _never,
+    "structural_tag": _never,
+    "guided_json": _never,
+    "guided_regex": _never,
+    "guided_choice": _never,
+    "guided_grammar": _never,
+    "json_schema": _never,
+    "regex": _never,
+    "ebnf": _never,
+    "echo": _false,
+    "suffix": _only(""),
+    "modalities": _only(["text"]),
+    "audio": _never,
+    "prediction": _never,
+    "web_search_options": _never,
+    "reasoning_effort": _never,
+    "verbosity": _only("medium"),
+    "store": _false,
+    "service_tier": _only("auto", "default"),
+    "use_beam_search": _false,
+    "include_stop_str_in_output": _false,
+    "no_stop_trim": _false,
+    "stop_regex": _empty,
+    "bad_words": _empty,
+    "allowed_token_ids": _never,
+    "truncate_prompt_tokens": _never,
+    "spaces_between_special_tokens": _only(True),
+    "chat_template": _never,
+    "documents": _empty,
+    "add_generation_prompt": _only(True),
+    "continue_final_message": _false,
+    "prompt_embeds": _never,
+    "lora_path": _never,
+    "priority": _zero,
+    "cache_salt": _never,
+}
+
+
+class IgnoredParameters:
+    """Remembers which unknown fields were logged, so that each is logged once per process."""
+
+    def __init__(self) -> None:
+        self._logged: set[str] = set()
+
+    def note(self, names: Iterable[str]) -> None:
+        for name in names:
+            if name not in self._logged and len(self._logged) < _MAX_LOGGED:
+                self._logged.add(name)
+                log.warning("ignoring the unknown request parameter %r", name)
+
+    @staticmethod
+    def header(names: Iterable[str]) -> bytes:
+        """The value of `x-tridentlm-ignored-params`; names that no header can hold as '?'."""
+        shown = [name if _is_token(name) else "?" for name in sorted(names)]
+        rest = len(shown) - _MAX_NAMED
+        if rest > 0:
+            shown = [*shown[:_MAX_NAMED], f"+{rest}"]
+        return ",".join(shown).encode()
+
+
+def _is_token(name: str) -> bool:
+    return 0 < len(name) <= 64 and name.isascii() and name.replace(".", "_").isidentifier()
+
+
+def refuse_unbuilt(body: Mapping[str, Any]) -> None:
+    """Raises InvalidRequest for a known parameter that is not built and asks for something."""
+    for name in body:
+        if name in OFF and body[name] is not None and not OFF[name](body[name]):
+            raise InvalidRequest(
+                f"{name} is not supported by this server.",
+                param=name,
+                code="unsupported_parameter",
+            )
+
+
+def unknown_fields(body: Mapping[str, Any], served: frozenset[str]) -> list[str]:
+    return [name for name in body if name not in served and name not in OFF and name not in LABELS]
+
+
+def flag(body: Mapping[str, Any], name: str) -> bool:
+    """A boolean field; unset and null are false. Raises InvalidRequest for another type."""
+    value = body.get(name)
+    if value is None or isinstance(value, bool):
+        return bool(value)
+    raise InvalidRequest(f"{name} must be true or false, got {value!r}.", param=name)
+
+
+def sampling_of(
+    body: Mapping[str, Any], default_max_tokens: int | None, default_timeout: float
+) -> dict[str, Any]:
+    """The sampling fields that the body sets, checked, with the proxy's defaults filled in."""
+    sampling = {n: body[n] for n in SAMPLING if body.get(n) is not None}
+    limit = "max_completion_tokens" if body.get("max_completion_tokens") is not None else None
+    if limit is not None:
+        sampling["max_tokens"] = body[limit]
+    elif default_max_tokens is not None:
+        sampling.setdefault("max_tokens", default_max_tokens)
+    if default_timeout:
+        sampling.setdefault("timeout", default_timeout)
+    try:
+        SamplingParams.from_mapping(sampling)
+    except InvalidRequest as error:
+        if limit is not None and error.param == "max_tokens":
+            raise InvalidRequest(error.message.replace("max_tokens", limit), param=limit) from None
+        raise
+    return sampling

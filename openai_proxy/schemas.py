@@ -1,0 +1,163 @@
+"""The POST endpoints in the OpenAPI document. These models only document; `protocol` checks."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from fastapi import FastAPI
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic.json_schema import models_json_schema
+
+
+class _Sampling(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    model: str | None = Field(None, description="The served model; may be left out.")
+    max_tokens: int | None = Field(None, ge=1)
+    temperature: float = Field(1.0, ge=0, description="0 is greedy.")
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=-1, description="0 and -1 are off.")
+    min_p: float = Field(0.0, ge=0, le=1)
+    seed: int | None = None
+    stop: str | list[str] | None = Field(None, description="Up to 16 texts that end the output.")
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    timeout: float | None = Field(None, gt=0, description="Seconds from arrival; then a 504.")
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool = False
+
+
+class StreamOptions(BaseModel):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class TextPart(BaseModel):
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(BaseModel):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart]
+
+
+class ChatCompletionRequest(_Sampling):
+    messages: list[ChatMessage]
+    max_completion_tokens: int | None = Field(
+        None, ge=1, description="The default is the rest of the context."
+    )
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class CompletionRequest(_Sampling):
+    prompt: str | list[str] | list[int] | list[list[int]]
+    max_tokens: int | None = Field(16, ge=1)
+
+
+class PromptTokensDetails(BaseModel):
+    cached_tokens: int
+
+
+class Usage(BaseModel):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class _Choice(BaseModel):
+    index: int
+    finish_reason: Literal["stop", "length"]
+    stop_reason: str | int | None = Field(description="The stop text or token id that was met.")
+
+
+class AnswerMessage(BaseModel):
+    role: Literal["assistant"]
+    content: str
+
+
+class ChatChoice(_Choice):
+    message: AnswerMessage
+
+
+class CompletionChoice(_Choice):
+    text: str
+
+
+class _Answer(BaseModel):
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str
+    usage: Usage
+
+
+class ChatCompletion(_Answer):
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+
+
+class Completion(_Answer):
+    object: Literal["text_completion"]
+    choices: list[CompletionChoice]
+
+
+class ErrorFields(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    error: ErrorFields
+
+
+_REF = "#/components/schemas/{model}"
+
+
+def describe_posts(app: FastAPI, chat_path: str, completions_path: str) -> None:
+    """Adds the two endpoints, which are raw ASGI, to what `app.openapi()` returns."""
+    generate = app.openapi
+    posts: dict[str, tuple[str, type[BaseModel], type[BaseModel]]] = {
+        chat_path: ("Create a chat completion", ChatCompletionRequest, ChatCompletion),
+        completions_path: ("Create a completion", CompletionRequest, Completion),
+    }
+    models: list[type[BaseModel]] = [ErrorBody]
+    for _, request, response in posts.values():
+        models += (request, response)
+
+    def openapi() -> dict[str, Any]:
+        document = generate()
+        if chat_path not in document["paths"]:
+            _, definitions = models_json_schema(
+                [(model, "validation") for model in models], ref_template=_REF
+            )
+            schemas = document.setdefault("components", {}).setdefault("schemas", {})
+            schemas.update(definitions["$defs"])
+            for path, (summary, request, response) in posts.items():
+                document["paths"][path] = {"post": _operation(summary, request, response)}
+        return document
+
+    app.openapi = openapi  # type: ignore[method-assign]
+
+
+def _operation(summary: str, request: type[BaseModel], response: type[BaseModel]) -> dict[str, Any]:
+    def content(model: type[BaseModel], kind: str = "application/json") -> dict[str, Any]:
+        return {kind: {"schema": {"$ref": _REF.format(model=model.__name__)}}}
+
+    events = {"text/event-stream": {"schema": {"type": "string"}}}
+    return {
+        "summary": summary,
+        "requestBody": {"required": True, "content": content(request)},
+        "responses": {
+            "200": {
+                "description": "The answer; server-sent events with stream=true.",
+                "content": content(response) | events,
+            },
+            "default": {"description": "Any error", "content": content(ErrorBody)},
+        },
+    }

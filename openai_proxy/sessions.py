@@ -1,0 +1,67 @@
+"""What the proxy needs of a session with Triton, and how it makes one from the settings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from tridentlm.errors import EngineDown, TridentError
+from tridentlm_client import Session, Stream, Submission, TlsOptions
+
+from openai_proxy.settings import ProxySettings
+
+
+class SessionLike(Protocol):
+    """The part of `tridentlm_client.Session` that the proxy uses."""
+
+    @property
+    def ready(self) -> bool: ...
+
+    @property
+    def status(self) -> dict[str, Any] | None: ...
+
+    async def start(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    async def submit(self, submissions: Sequence[Submission]) -> list[Stream | TridentError]: ...
+
+
+def open_session(settings: ProxySettings) -> Session:
+    tls = None
+    if settings.uses_tls:
+        tls = TlsOptions(
+            root_certificates=settings.tls_ca or None,
+            private_key=settings.tls_key or None,
+            certificate_chain=settings.tls_cert or None,
+        )
+    return Session(settings.triton, engine=settings.engine, submit=settings.submit, tls=tls)
+
+
+def unready_reason(session: SessionLike) -> str | None:
+    """Why requests cannot be served now; None when they can."""
+    status = session.status
+    if session.ready and status is not None:
+        return None
+    if status is None:
+        return "There is no connection to Triton yet."
+    if status.get("draining"):
+        return "The server is shutting down."
+    if not status.get("up"):
+        return "The engine process is not running; it is being started again."
+    return "The connection to Triton is lost; it is being made again."
+
+
+def require_ready(session: SessionLike) -> str:
+    """The served model's name. Raises EngineDown with the reason when it is not served now."""
+    reason = unready_reason(session)
+    if reason is not None:
+        raise EngineDown(reason)
+    return served_model(session)
+
+
+def served_model(session: SessionLike) -> str:
+    """The model's name as last heard. Raises EngineDown before the first word from the engine."""
+    if session.status is None:
+        raise EngineDown("There is no connection to Triton yet.")
+    return str(session.status["model"])

@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import httpx
+import openai
+import pytest
+
+from tests.proxy.fakes import FakeSession, Proxy, Reply, running_proxy
+
+
+@pytest.fixture(scope="session")
+def shared_proxy() -> Iterator[Proxy]:
+    with running_proxy(max_body_mb=1) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def proxy(shared_proxy: Proxy) -> Iterator[Proxy]:
+    """The shared server with its session as new."""
+    session, fresh = shared_proxy.session, FakeSession()
+    for name in ("ready", "status", "submissions", "aborted", "cancelled"):
+        setattr(session, name, getattr(fresh, name))
+    session.reply = lambda submission: Reply()
+    yield shared_proxy
+
+
+@pytest.fixture
+def session(proxy: Proxy) -> FakeSession:
+    return proxy.session
+
+
+@pytest.fixture
+def http(proxy: Proxy) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=proxy.url, timeout=10) as client:
+        yield client
+
+
+@pytest.fixture
+def client(proxy: Proxy) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{proxy.url}/v1", api_key="unused", max_retries=0) as client:
+        yield client

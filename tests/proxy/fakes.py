@@ -1,0 +1,143 @@
+"""A scripted session in place of the one to Triton, and the real application on a real server."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import uvicorn
+from tridentlm.errors import TridentError
+from tridentlm_client import Delta, End, Stream, Submission
+
+from openai_proxy.app import create_app
+from openai_proxy.settings import ProxySettings
+
+MODEL = "org/tiny-model"
+FOREVER = 3600.0
+
+
+def ended(
+    reason: str = "stop", completion: int = 2, cached: int = 1, stop: str | None = None
+) -> End:
+    usage = {"prompt_tokens": 5, "completion_tokens": completion, "cached_tokens": cached}
+    return End(reason, stop, usage)
+
+
+@dataclass
+class Reply:
+    """What the engine does with one submission: refuse it, or admit it and play `steps` (a number
+    is a pause in seconds). `admission` seconds pass before its outcome is known."""
+
+    refusal: TridentError | None = None
+    admission: float = 0.0
+    steps: Sequence[Delta | End | float] = field(
+        default_factory=lambda: [Delta("Hello", 1), Delta(" world", 1), ended()]
+    )
+
+
+class FakeSession:
+    """`reply` makes the script for each submission. `aborted` holds uids, `cancelled` counts
+    submissions whose admission was given up."""
+
+    def __init__(self) -> None:
+        self.ready = True
+        self.status: dict[str, Any] | None = {
+            "model": MODEL,
+            "max_model_len": 128,
+            "up": True,
+            "draining": False,
+            "version": "9.9",
+        }
+        self.reply: Callable[[Submission], Reply] = lambda submission: Reply()
+        self.submissions: list[Submission] = []
+        self.aborted: list[str] = []
+        self.cancelled = 0
+        self.closed = False
+        self._uids = itertools.count(1)
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        pass
+
+    async def close(self) -> None:
+        self.closed = True
+        for task in self._tasks:
+            task.cancel()
+
+    async def submit(self, submissions: Sequence[Submission]) -> list[Stream | TridentError]:
+        self.submissions += submissions
+        replies = [self.reply(submission) for submission in submissions]
+        try:
+            await asyncio.sleep(max(reply.admission for reply in replies))
+        except asyncio.CancelledError:
+            self.cancelled += len(submissions)
+            raise
+        return [self._admit(reply) for reply in replies]
+
+    def _admit(self, reply: Reply) -> Stream | TridentError:
+        if reply.refusal is not None:
+            return reply.refusal
+        stream = Stream(str(next(self._uids)), self.aborted.append, lambda uid: None)
+        stream.prompt_tokens = 5
+        task = asyncio.get_running_loop().create_task(_play(stream, reply.steps))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return stream
+
+
+async def _play(stream: Stream, steps: Sequence[Delta | End | float]) -> None:
+    await asyncio.sleep(0.005)
+    for step in steps:
+        if isinstance(step, End):
+            stream.end = step
+            stream.notify()
+        elif isinstance(step, Delta):
+            stream._pending.append(step)
+            stream.notify()
+        else:
+            await asyncio.sleep(step)
+        if stream.end is not None:
+            return
+        await asyncio.sleep(0)
+
+
+@dataclass
+class Proxy:
+    url: str
+    session: FakeSession
+
+
+@contextmanager
+def running_proxy(**settings: Any) -> Iterator[Proxy]:
+    session = FakeSession()
+    app = create_app(ProxySettings(**settings), lambda _: session)
+    config = uvicorn.Config(
+        app, loop="uvloop", http="httptools", log_config=None, access_log=False, lifespan="on"
+    )
+    server = uvicorn.Server(config)
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+    thread.start()
+    try:
+        eventually(lambda: server.started)
+        yield Proxy(f"http://127.0.0.1:{port}", session)
+    finally:
+        server.should_exit = True
+        thread.join(10)
+        assert not thread.is_alive(), "the server did not stop"
+        assert session.closed, "the session was left open"
+
+
+def eventually(condition: Callable[[], object], seconds: float = 5.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "did not happen in time"
+        time.sleep(0.005)
