@@ -35,6 +35,9 @@ SOURCES = (
     "config.json",
 )
 
+GGUF_EOS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
+GGUF_FIELDS = (*GGUF_EOS, "tokenizer.ggml.pre")
+
 
 def converted(source: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
     """The tokenizer of a Hugging Face folder or a .gguf file, and what belongs to it.
@@ -94,12 +97,9 @@ def _read_gguf(source: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
 
     backend, extras = _parts(AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name))
     fields = GGUFReader(source).fields
-    for name in ("eos", "eot", "eom"):
-        field = fields.get(f"tokenizer.ggml.{name}_token_id")
-        if field is not None:
-            extras["eos_token_ids"].append(int(field.contents()))
-    pre = fields.get("tokenizer.ggml.pre")
-    if pre is not None and pre.contents() == "smollm":
+    values = {name: field.contents() for name in GGUF_FIELDS if (field := fields.get(name))}
+    extras["eos_token_ids"] += [int(values[name]) for name in GGUF_EOS if name in values]
+    if values.get("tokenizer.ggml.pre") == "smollm":
         # transformers forgets that this vocabulary was learned on single digits: "\n\n1" differs.
         backend.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
             [
