@@ -1,4 +1,4 @@
-"""A real `tridentlm serve` for the tests: once with the simulated engine, once with a real model."""
+"""A real `tridentlm serve` for the tests."""
 
 from __future__ import annotations
 

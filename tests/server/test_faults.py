@@ -1,0 +1,124 @@
+"""Processes that die under load: every stream ends, the service says so, and comes back."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from tests.server.service import Service, wait_until
+
+pytestmark = pytest.mark.server
+STREAMS = 32
+
+
+def stream_until_end(
+    service: Service, max_tokens: int, started: threading.Semaphore
+) -> tuple[str, float]:
+    """How one stream ended, "done", "error" (an error event) or "broken" (cut off), and when."""
+    body = {
+        "messages": [{"role": "user", "content": "Hi"}],
+        "max_tokens": max_tokens,
+        "stream": True,
+    }
+    events: list[str] = []
+    try:
+        url = f"{service.url}/v1/chat/completions"
+        with httpx.stream("POST", url, json=body, timeout=60) as answer:
+            for line in answer.iter_lines():
+                if line:
+                    events.append(line)
+                if len(events) == 1 and line:
+                    started.release()
+    except httpx.HTTPError:
+        return "broken", time.monotonic()
+    assert events[-1] == "data: [DONE]"
+    return ("error" if is_error(events[-2]) else "done"), time.monotonic()
+
+
+def is_error(event: str) -> bool:
+    error = json.loads(event.removeprefix("data: ")).get("error")
+    assert error is None or set(error) == {"message", "type", "param", "code"}
+    return error is not None
+
+
+def under_load(
+    service: Service, blow: Callable[[], object], max_tokens: int = 6000
+) -> tuple[list[str], float]:
+    """Runs STREAMS streams, strikes, and returns how they ended and seconds to the last end."""
+    started = threading.Semaphore(0)
+    with ThreadPoolExecutor(STREAMS) as pool:
+        runs = [pool.submit(stream_until_end, service, max_tokens, started) for _ in range(STREAMS)]
+        for _ in runs:
+            assert started.acquire(timeout=30)
+        struck = time.monotonic()
+        blow()
+        ends = [run.result(timeout=60) for run in runs]
+    return [how for how, _ in ends], max(when for _, when in ends) - struck
+
+
+def test_a_killed_engine_process_ends_every_stream_with_an_error_and_comes_back(
+    fresh: Service,
+) -> None:
+    fresh.start()
+
+    def blow() -> None:
+        fresh.kill(fresh.engine_process())
+        wait_until(lambda: not fresh.ready(), 3, "not ready")
+
+    ends, seconds = under_load(fresh, blow)
+    assert ends == ["error"] * STREAMS
+    assert seconds <= 3
+    wait_until(fresh.ready, 30, "ready again")
+    assert fresh.chat().json()["choices"][0]["finish_reason"] == "length"
+    wait_until(fresh.idle, 2, "idle")
+    wait_until(lambda: fresh.metric("tridentlm_engine_restarts_total") == 1, 3, "the restart noted")
+
+
+def test_a_killed_engine_stub_is_replaced(fresh: Service) -> None:
+    fresh.start()
+    ends, _ = under_load(fresh, lambda: fresh.kill(fresh.engine_stub()))
+    assert ends == ["error"] * STREAMS
+    wait_until(fresh.ready, 30, "ready again")
+    assert fresh.chat().status_code == 200
+    generate = httpx.post(
+        f"{fresh.triton_url}/v2/models/generate/generate",
+        json={"text_input": "Hello", "max_tokens": 3, "stream": False},
+        timeout=30,
+    )
+    assert generate.json()["finish_reason"] == "length"
+    assert fresh.stop() == 0
+
+
+def test_a_killed_tritonserver_ends_the_service_with_the_reason(fresh: Service) -> None:
+    fresh.start()
+    family = fresh.family()
+    assert fresh.process is not None
+    ends, _ = under_load(fresh, lambda: fresh.kill(fresh.tritonserver()))
+    assert set(ends) <= {"error", "broken"}
+    assert fresh.process.wait(10) == 1
+    assert "triton ended with SIGKILL" in fresh.log_text()
+    _, alive = psutil.wait_procs(family, timeout=3)
+    assert alive == []
+
+
+def test_a_killed_proxy_worker_is_replaced_and_the_others_streams_run_on(tmp_path: Path) -> None:
+    with Service(tmp_path, "--runner", "simulated", "--workers", "2") as service:
+        workers = proxy_workers(service)
+        assert len(workers) == 2
+        ends, _ = under_load(service, lambda: service.kill(workers[0]), max_tokens=800)
+        assert set(ends) == {"done", "broken"}
+        wait_until(lambda: len(proxy_workers(service)) == 2, 10, "the worker again")
+        wait_until(service.idle, 15, "the dead worker's requests aborted")
+        assert all(service.chat().status_code == 200 for _ in range(20))
+
+
+def proxy_workers(service: Service) -> list[psutil.Process]:
+    return [p for p in service.family() if "spawn_main" in " ".join(p.cmdline())]
