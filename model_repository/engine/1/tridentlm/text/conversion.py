@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import tempfile
 from importlib.metadata import version
@@ -37,6 +38,8 @@ SOURCES = (
 
 GGUF_EOS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
 GGUF_FIELDS = (*GGUF_EOS, "tokenizer.ggml.pre")
+
+logger = logging.getLogger(__name__)
 
 
 def converted(source: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
@@ -69,6 +72,7 @@ def _fingerprint(source: Path) -> str:
 
 
 def _store(source: Path, folder: Path) -> None:
+    logger.info("Reading the tokenizer in %s for the first time", source)
     try:
         backend, extras = _read_gguf(source) if source.is_file() else _read_folder(source)
     except Exception as error:
