@@ -53,7 +53,8 @@ def serve(
     """Serve a model: Triton and the OpenAI API, until SIGTERM or Ctrl-C."""
     from tridentlm.hub import resolve_model
 
-    from openai_proxy.launcher import Launcher, ServeOptions
+    from openai_proxy.launcher import Launcher
+    from openai_proxy.launchplan import ServeOptions
     from openai_proxy.repository import engine_parameters, ready_repository
 
     if tp != 1:

@@ -17,7 +17,7 @@ import psutil
 from tridentlm.errors import TridentError
 from tridentlm.hub import DEFAULT_FILE, cache_dir
 
-from openai_proxy.launcher import port_is_free
+from openai_proxy.launchplan import port_is_free
 from openai_proxy.tritonserver import (
     TritonServer,
     libpython,

@@ -10,107 +10,36 @@ from __future__ import annotations
 
 import math
 import signal
-import socket
 import sys
 import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
-from pathlib import Path
 from types import FrameType
 
-from tridentlm.config import EngineSettings
-from tridentlm.errors import TridentError
-
+from openai_proxy.launchplan import (
+    DRAIN_SLACK,
+    ENSEMBLES,
+    LaunchFailure,
+    ServeOptions,
+    check_ports,
+    proxy_environ,
+    reachable,
+    triton_arguments,
+    url_host,
+)
 from openai_proxy.processes import Family
 from openai_proxy.recovery import Recovery
-from openai_proxy.settings import ProxySettings
 from openai_proxy.tritonadmin import TritonAdmin
 from openai_proxy.tritonlog import load_failures, readable
 from openai_proxy.tritonserver import TritonServer, locate, numpy_problem, stub_problem
 
-ENSEMBLES = ("generate", "submit")
-NVIDIA_DEVICE = Path("/dev/nvidiactl")
 TICK = 0.2
 STUB_LOSS_GRACE = 5.0
 TAIL = 30
 LOOK_EVERY = 1.0
-DRAIN_SLACK = 6.0  # what Triton needs beyond the requests: it looks once a second
-
-
-class LaunchFailure(TridentError):
-    """Why the service cannot start or go on; becomes exit code 1."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServeOptions:
-    """`environ`: of both children. `settings`: what the engine makes of it and the repository.
-
-    The proxy's `triton` and `triton_metrics` are made from the ports here.
-    """
-
-    environ: Mapping[str, str]
-    proxy: ProxySettings
-    settings: EngineSettings
-    repository: Path
-    triton_host: str = "127.0.0.1"
-    http_port: int = 8100
-    grpc_port: int = 8101
-    metrics_port: int = 8102
-    verbose: bool = False
-
-
-def check_ports(options: ServeOptions) -> None:
-    """Raises LaunchFailure naming every port that is taken or given twice."""
-    wanted = [
-        ("--port", options.proxy.host, options.proxy.port),
-        ("--http-port", options.triton_host, options.http_port),
-        ("--grpc-port", options.triton_host, options.grpc_port),
-        ("--metrics-port", options.triton_host, options.metrics_port),
-    ]
-    problems = []
-    for number, (flag, host, port) in enumerate(wanted):
-        twin = next((other for other, _, taken in wanted[:number] if taken == port), None)
-        if twin:
-            problems.append(f"{flag} and {twin} are both {port}")
-        elif not port_is_free(host, port):
-            problems.append(f"port {port} ({flag}) is in use")
-    if problems:
-        raise LaunchFailure("; ".join(problems) + ".")
-
-
-def port_is_free(host: str, port: int) -> bool:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError:
-            return False
-    return True
-
-
-def triton_arguments(options: ServeOptions) -> list[str]:
-    host = options.triton_host
-    return [
-        f"--model-repository={options.repository}",
-        "--model-control-mode=explicit",
-        *(f"--load-model={name}" for name in ENSEMBLES),
-        "--disable-auto-complete-config",
-        f"--exit-timeout-secs={math.ceil(options.settings.drain_seconds + DRAIN_SLACK)}",
-        f"--http-address={host}",
-        f"--http-port={options.http_port}",
-        f"--grpc-address={host}",
-        f"--grpc-port={options.grpc_port}",
-        f"--metrics-address={host}",
-        f"--metrics-port={options.metrics_port}",
-        "--grpc-keepalive-time=10000",
-        "--grpc-keepalive-permit-without-calls=1",
-        "--pinned-memory-pool-byte-size=0",  # all our tensors are on the CPU
-        *(() if NVIDIA_DEVICE.exists() else ("--allow-gpu-metrics=false",)),
-    ]
+EMPTY_GRACE = 2.0
 
 
 class Launcher:
@@ -123,10 +52,10 @@ class Launcher:
         self._hurry = threading.Event()
         self._families: list[Family] = []
         self._looked = 0.0
-        reach = _reachable(options.triton_host)
+        reach = reachable(options.triton_host)
         self._admin = TritonAdmin(reach, options.http_port)
         self._recovery = Recovery(self._admin, ENSEMBLES, say)
-        self._proxy_url = f"http://{_url_host(_reachable(options.proxy.host))}:{options.proxy.port}"
+        self._proxy_url = f"http://{url_host(reachable(options.proxy.host))}:{options.proxy.port}"
 
     def run(self) -> int:
         """Serves until a signal (0) or a failure (1); no process of ours is left either way."""
@@ -215,17 +144,31 @@ class Launcher:
     def _drain(self) -> None:
         """The proxy first, so that its running requests find a living engine to the end."""
         self._say("draining: no new requests; a second signal ends at once")
-        until = time.monotonic() + self._options.settings.drain_seconds + DRAIN_SLACK
-        for family in reversed(self._families):
-            family.observe()
-            family.terminate()
-            while not family.wait(TICK):
-                family.observe()
-                if self._hurry.is_set() or time.monotonic() > until:
-                    self._say(f"{family.name} did not end in time: killed")
-                    family.kill()
-            until = max(until, time.monotonic() + DRAIN_SLACK)
+        triton, proxy = self._families
+        until = time.monotonic() + self._options.settings.drain_seconds
+        self._end(proxy, until + DRAIN_SLACK)
+        self._end(triton, max(until, time.monotonic()) + DRAIN_SLACK)
         self._say("stopped")
+
+    def _end(self, family: Family, until: float) -> None:
+        """Ends a child in good order, by force at `until` or on the second signal.
+
+        A Triton whose stubs have all ended has nothing left to do; it can still wait, for requests
+        that a killed stub never answered.
+        """
+        family.observe()
+        family.terminate()
+        empty_since = math.inf
+        while not family.wait(TICK):
+            now = time.monotonic()
+            occupied = family.observe() or family is not self._families[0]
+            empty_since = math.inf if occupied else min(empty_since, now)
+            if now - empty_since > EMPTY_GRACE:
+                break
+            if self._hurry.is_set() or now > until:
+                self._say(f"{family.name} did not end in time: killed")
+                break
+        family.kill()
 
     def _end_all(self) -> None:
         for family in reversed(self._families):
@@ -243,28 +186,6 @@ class Launcher:
         if self._stop.is_set():
             self._hurry.set()
         self._stop.set()
-
-
-def proxy_environ(options: ServeOptions) -> dict[str, str]:
-    """The proxy's settings as its environment, where a key is not seen in the process list."""
-    host = _url_host(_reachable(options.triton_host))
-    given = {
-        **asdict(options.proxy),
-        "triton": f"{host}:{options.grpc_port}",
-        "triton_metrics": f"http://{host}:{options.metrics_port}/metrics",
-    }
-    return {
-        f"TRIDENTLM_PROXY_{spec.name.upper()}": str(given[spec.name])
-        for spec in fields(ProxySettings)
-    }
-
-
-def _reachable(host: str) -> str:
-    return {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
-
-
-def _url_host(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
 
 
 def _answers(url: str) -> bool:

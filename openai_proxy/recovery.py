@@ -59,7 +59,6 @@ class Recovery:
         self._admin = admin
         self._ensembles = ensembles
         self._say = say
-        self._stubs: dict[int, Stub | None] = {}
         self._regions: set[str] = set()
         self._expected: Counter[str] = Counter()
         self._worker: threading.Thread | None = None
@@ -90,10 +89,8 @@ class Recovery:
             SHM.joinpath(region).unlink(missing_ok=True)
 
     def _count(self, processes: Sequence[psutil.Process]) -> Counter[str]:
-        self._stubs = {
-            p.pid: self._stubs[p.pid] if p.pid in self._stubs else read_stub(p) for p in processes
-        }
-        living = [stub for stub in self._stubs.values() if stub is not None]
+        # Read anew each time: just after its fork a stub still has its parent's command line.
+        living = [stub for process in processes if (stub := read_stub(process)) is not None]
         self._regions.update(stub.region for stub in living)
         return Counter(stub.model for stub in living)
 

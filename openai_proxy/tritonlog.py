@@ -9,7 +9,11 @@ _LOADED = re.compile(r"successfully loaded '([^']+)'")
 _FAILED = re.compile(r"failed to load '([^']+)' version \d+: (?:\w+: )?(.*)")
 _SEVERE = re.compile(r"[WEF]\d{4} [\d:.]+ \d+ ([\w.]+:\d+)\] (.*)")
 _OTHER = re.compile(r"I\d{4} |\s|$|[+|;]|At:$")  # information, tables, the inside of a traceback
-_NO_GPU = ("CudaDriverHelper has not been initialized",)
+_NO_GPU = (
+    "CudaDriverHelper has not been initialized",
+    "CUDA driver version is insufficient",
+    "failed to allocate pinned system memory: no pinned memory pool",
+)
 LONGEST = 400
 
 

@@ -1,0 +1,112 @@
+"""What `tridentlm serve` is going to run: its options, the checks first, the children's input."""
+
+from __future__ import annotations
+
+import math
+import socket
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from tridentlm.config import EngineSettings
+from tridentlm.errors import TridentError
+
+from openai_proxy.settings import ProxySettings
+
+ENSEMBLES = ("generate", "submit")
+DRAIN_SLACK = 6.0  # what Triton needs beyond the requests: it looks once a second
+NVIDIA_DEVICE = Path("/dev/nvidiactl")
+
+
+class LaunchFailure(TridentError):
+    """Why the service cannot start or go on; becomes exit code 1."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeOptions:
+    """`environ`: of both children. `settings`: what the engine makes of it and the repository.
+
+    The proxy's `triton` and `triton_metrics` are made from the ports here.
+    """
+
+    environ: Mapping[str, str]
+    proxy: ProxySettings
+    settings: EngineSettings
+    repository: Path
+    triton_host: str = "127.0.0.1"
+    http_port: int = 8100
+    grpc_port: int = 8101
+    metrics_port: int = 8102
+    verbose: bool = False
+
+
+def check_ports(options: ServeOptions) -> None:
+    """Raises LaunchFailure naming every port that is taken or given twice."""
+    wanted = [
+        ("--port", options.proxy.host, options.proxy.port),
+        ("--http-port", options.triton_host, options.http_port),
+        ("--grpc-port", options.triton_host, options.grpc_port),
+        ("--metrics-port", options.triton_host, options.metrics_port),
+    ]
+    problems = []
+    for number, (flag, host, port) in enumerate(wanted):
+        twin = next((other for other, _, taken in wanted[:number] if taken == port), None)
+        if twin:
+            problems.append(f"{flag} and {twin} are both {port}")
+        elif not port_is_free(host, port):
+            problems.append(f"port {port} ({flag}) is in use")
+    if problems:
+        raise LaunchFailure("; ".join(problems) + ".")
+
+
+def port_is_free(host: str, port: int) -> bool:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+    return True
+
+
+def triton_arguments(options: ServeOptions) -> list[str]:
+    host = options.triton_host
+    return [
+        f"--model-repository={options.repository}",
+        "--model-control-mode=explicit",
+        *(f"--load-model={name}" for name in ENSEMBLES),
+        "--disable-auto-complete-config",
+        f"--exit-timeout-secs={math.ceil(options.settings.drain_seconds + DRAIN_SLACK)}",
+        f"--http-address={host}",
+        f"--http-port={options.http_port}",
+        f"--grpc-address={host}",
+        f"--grpc-port={options.grpc_port}",
+        f"--metrics-address={host}",
+        f"--metrics-port={options.metrics_port}",
+        "--grpc-keepalive-time=10000",
+        "--grpc-keepalive-permit-without-calls=1",
+        *(() if NVIDIA_DEVICE.exists() else ("--allow-gpu-metrics=false",)),
+    ]
+
+
+def proxy_environ(options: ServeOptions) -> dict[str, str]:
+    """The proxy's settings as its environment, where a key is not seen in the process list."""
+    host = url_host(reachable(options.triton_host))
+    given = {
+        **asdict(options.proxy),
+        "triton": f"{host}:{options.grpc_port}",
+        "triton_metrics": f"http://{host}:{options.metrics_port}/metrics",
+    }
+    return {
+        f"TRIDENTLM_PROXY_{spec.name.upper()}": str(given[spec.name])
+        for spec in fields(ProxySettings)
+    }
+
+
+def reachable(host: str) -> str:
+    return {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
+
+
+def url_host(host: str) -> str:
+    return f"[{host}]" if ":" in host else host

@@ -1,0 +1,164 @@
+"""`tridentlm serve` as a whole: a real tritonserver, the real proxy, the simulated runner."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import httpx
+import psutil
+import pytest
+
+from tests.launcher.service import Service, wait_until
+
+pytestmark = pytest.mark.server
+
+CHAT = "/v1/chat/completions"
+
+
+@contextmanager
+def serving(*args: str) -> Iterator[Service]:
+    service = Service(*args)
+    try:
+        yield service
+    finally:
+        service.stop()
+
+
+def chat(service: Service, tokens: int = 5) -> httpx.Response:
+    messages = [{"role": "user", "content": "Hello"}]
+    body = {"messages": messages, "max_tokens": tokens, "ignore_eos": True}
+    return httpx.post(service.url + CHAT, json=body, timeout=30)
+
+
+def answers(service: Service) -> bool:
+    try:
+        ready = httpx.get(service.url + "/health/ready", timeout=5).status_code == 200
+        return ready and chat(service).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+def assert_nothing_is_left(service: Service, within: float = 3.0) -> None:
+    wait_until(lambda: service.survivors() == [], within, f"gone: {service.survivors()}")
+
+
+def test_it_says_how_to_use_it_answers_and_ends_on_sigterm_within_8_seconds() -> None:
+    with serving() as service:
+        assert f"curl {service.url}{CHAT}" in service.output
+        answer = chat(service, tokens=7)
+        assert answer.status_code == 200
+        assert answer.json()["usage"]["completion_tokens"] == 7
+        code, seconds = service.end(signal.SIGTERM)
+        assert code == 0, service.output
+        assert seconds < 8.0, service.output
+        assert "killed" not in service.output
+        assert_nothing_is_left(service, within=0.5)
+
+
+def test_sigterm_lets_a_running_answer_finish_and_takes_no_new_request() -> None:
+    with serving("--step-ms=20") as service:
+        lines: list[str] = []
+        body = {
+            "messages": [{"role": "user", "content": "Hello"}],
+            "max_tokens": 150,
+            "stream": True,
+            "ignore_eos": True,
+            "stream_options": {"include_usage": True},
+        }
+
+        def stream() -> None:
+            with httpx.stream("POST", service.url + CHAT, json=body, timeout=60) as response:
+                lines.extend(line for line in response.iter_lines() if line)
+
+        reader = threading.Thread(target=stream)
+        reader.start()
+        wait_until(lambda: len(lines) > 5, 10, "streaming")
+        service.observe()
+        service.child.send_signal(signal.SIGTERM)
+        time.sleep(1.0)
+        with pytest.raises(httpx.TransportError):
+            httpx.get(service.url + "/health/live", timeout=5)
+        reader.join(30)
+        assert lines[-1] == "data: [DONE]"
+        usage = json.loads(lines[-2].removeprefix("data: "))["usage"]
+        assert usage["completion_tokens"] == 150
+        assert service.wait() == 0
+        assert_nothing_is_left(service, within=0.5)
+
+
+def test_a_second_signal_ends_at_once() -> None:
+    with serving("--step-ms=50") as service:
+        body = {
+            "messages": [{"role": "user", "content": "Hello"}],
+            "max_tokens": 400,
+            "stream": True,
+            "ignore_eos": True,
+        }
+        with httpx.stream("POST", service.url + CHAT, json=body, timeout=60) as response:
+            next(response.iter_lines())
+            service.observe()
+            service.child.send_signal(signal.SIGINT)
+            wait_until(lambda: "draining" in service.output, 5, "draining")
+            began = time.monotonic()
+            service.child.send_signal(signal.SIGINT)
+            assert service.wait() == 0
+            assert time.monotonic() - began < 4.0
+        assert_nothing_is_left(service, within=0.5)
+
+
+def test_a_killed_tritonserver_ends_everything_with_exit_code_1() -> None:
+    with serving() as service:
+        service.find("bin/tritonserver", "--model-repository").kill()
+        began = time.monotonic()
+        assert service.wait(10) == 1
+        assert "triton ended with SIGKILL" in service.output
+        assert_nothing_is_left(service, within=max(0.1, 3.0 - (time.monotonic() - began)))
+
+
+def test_a_killed_proxy_ends_everything_with_exit_code_1() -> None:
+    with serving() as service:
+        service.find("openai_proxy.cli", "proxy").kill()
+        began = time.monotonic()
+        assert service.wait(10) == 1
+        assert "proxy ended with SIGKILL" in service.output
+        assert_nothing_is_left(service, within=max(0.1, 3.0 - (time.monotonic() - began)))
+
+
+def test_a_killed_launcher_takes_its_children_along() -> None:
+    with serving() as service:
+        service.observe()
+        os.kill(service.child.pid, signal.SIGKILL)
+        wait_until(lambda: service.survivors() == [], 15, "all gone")
+
+
+def test_killed_stubs_come_back_and_the_service_answers_again() -> None:
+    with serving() as service:
+        for model in ("engine", "tokenizer", "relay"):
+            stub = service.find("triton_python_backend_stub", f"/{model}/1/model.py")
+            stub.kill()
+            line = f"{model}: back after"
+            wait_until(lambda line=line: line in service.output, 30, f"{line}\n{service.output}")
+            assert wait_until(lambda: answers(service), 30, "answers") < 30
+            assert plain_client_is_served(service)
+        regions = [p.cmdline()[2] for p in service.observe() if is_stub(p)]
+        code, seconds = service.end(signal.SIGTERM)
+        assert code == 0, service.output
+        assert seconds < 12.0, service.output
+        assert_nothing_is_left(service, within=0.5)
+        assert not any(os.path.exists(f"/dev/shm/{region}") for region in regions)
+
+
+def plain_client_is_served(service: Service) -> bool:
+    url = f"http://127.0.0.1:{service.http}/v2/models/generate/generate"
+    answer = httpx.post(url, json={"text_input": "Hello", "max_tokens": 3}, timeout=30)
+    return answer.status_code == 200
+
+
+def is_stub(process: psutil.Process) -> bool:
+    return "triton_python_backend_stub" in process.cmdline()[0]
