@@ -86,13 +86,8 @@ class TorchStep:
     def _decode(self, group: _DecodeGroup, cache: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
         """q [n, heads, head_dim]. The query heads that share a KV head act as its queries."""
         n, kv_heads, head_dim = len(q), cache.shape[3], q.shape[2]
-        k, v = (
-            part.view(len(part), -1)
-            .index_select(0, group.pages)
-            .view(n, -1, kv_heads, head_dim)
-            .transpose(1, 2)
-            for part in cache
-        )
+        gathered = cache.view(2, len(cache[0]), -1).index_select(1, group.pages)
+        k, v = gathered.view(2, n, -1, kv_heads, head_dim).transpose(2, 3)
         q = q.reshape(n, kv_heads, -1, head_dim)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=group.mask).reshape(n, -1)
 
@@ -108,10 +103,8 @@ class TorchStep:
         n, heads, head_dim = q.shape
         kv_heads = k.shape[1]
         if row.pages is not None:
-            k, v = (
-                part.index_select(0, row.pages).view(-1, kv_heads, head_dim)[: row.context]
-                for part in cache
-            )
+            gathered = cache.view(2, len(cache[0]), -1).index_select(1, row.pages)
+            k, v = gathered.view(2, -1, kv_heads, head_dim)[:, : row.context]
         # [kv_heads, heads that share it, tokens, head_dim]; K and V are broadcast, not copied.
         group = heads // kv_heads
         q = q.view(n, kv_heads, group, head_dim).permute(1, 2, 0, 3)

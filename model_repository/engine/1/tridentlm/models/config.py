@@ -36,18 +36,12 @@ FAMILIES = (
 
 
 @dataclass(frozen=True, slots=True)
-class Llama3Scaling:
-    """Llama 3.1's rotary scaling: wavelengths over `original / low_freq` are stretched."""
-
-    factor: float
-    low_freq: float
-    high_freq: float
-    original: int
-
-
-@dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Sizes and switches of one dense decoder. `eos_token_ids` are the config's own."""
+    """Sizes and switches of one dense decoder.
+
+    `rope_factors`: what each of the head_dim / 2 rotary frequencies is divided by, or None.
+    `eos_token_ids` are the config's own.
+    """
 
     family: Family
     vocab_size: int
@@ -59,7 +53,7 @@ class ModelConfig:
     head_dim: int
     rms_norm_eps: float
     rope_theta: float
-    rope_scaling: Llama3Scaling | None
+    rope_factors: tuple[float, ...] | None
     max_position_embeddings: int
     tied_head: bool
     qkv_bias: bool
@@ -95,7 +89,8 @@ class ModelConfig:
         hidden = _integer(values, "hidden_size")
         kv_heads = values.get("num_key_value_heads")
         _refuse_variants(values)
-        theta, scaling = _rope(values)
+        head_dim = int(values.get("head_dim") or hidden // heads)
+        theta, factors = _rope(values, head_dim)
         bias = family.attention_bias == "config" and bool(values.get("attention_bias"))
         return cls(
             family=family,
@@ -105,10 +100,10 @@ class ModelConfig:
             num_layers=_integer(values, "num_hidden_layers"),
             num_heads=heads,
             num_kv_heads=heads if kv_heads is None else int(kv_heads),
-            head_dim=int(values.get("head_dim") or hidden // heads),
+            head_dim=head_dim,
             rms_norm_eps=float(values.get("rms_norm_eps", 1e-6)),
             rope_theta=theta,
-            rope_scaling=scaling,
+            rope_factors=factors,
             max_position_embeddings=_integer(values, "max_position_embeddings"),
             tied_head=bool(values.get("tie_word_embeddings", False)),
             qkv_bias=bias or family.attention_bias == "qkv",
@@ -117,8 +112,13 @@ class ModelConfig:
         )
 
     @classmethod
-    def from_gguf(cls, metadata: Mapping[str, Any], shapes: Mapping[str, Shape]) -> ModelConfig:
-        """From a GGUF file's scalar metadata and its tensors' names and shapes (as in torch)."""
+    def from_gguf(
+        cls,
+        metadata: Mapping[str, Any],
+        shapes: Mapping[str, Shape],
+        rope_factors: tuple[float, ...] | None,
+    ) -> ModelConfig:
+        """From a GGUF file's scalar metadata, its tensors' shapes (as in torch), rope_freqs."""
         name = str(metadata.get("general.architecture"))
         family = next((f for f in FAMILIES if f.gguf_architecture == name), None)
         if family is None:
@@ -127,15 +127,13 @@ class ModelConfig:
                 f"GGUF architecture {name!r} is not supported. Supported: {known}.", param="model"
             )
         values = {k.removeprefix(name + "."): v for k, v in metadata.items()}
-        kind = values.get("rope.scaling.type", "none")
-        if kind != "none" or "rope_freqs.weight" in shapes:
-            raise InvalidRequest(
-                f"This GGUF file scales its rotary frequencies ({kind}), which is supported only "
-                "for Hugging Face folders.",
-                param="model",
-            )
         heads = _integer(values, "attention.head_count")
         hidden = _integer(values, "embedding_length")
+        head_dim = int(values.get("attention.key_length") or hidden // heads)
+        if values.get("rope.scaling.type", "none") != "none":
+            raise _unsupported_rope(values["rope.scaling.type"])
+        if values.get("rope.dimension_count", head_dim) != head_dim:
+            raise _unsupported_rope("partial")
         return cls(
             family=family,
             vocab_size=shapes["token_embd.weight"][0],
@@ -144,10 +142,10 @@ class ModelConfig:
             num_layers=_integer(values, "block_count"),
             num_heads=heads,
             num_kv_heads=int(values.get("attention.head_count_kv", heads)),
-            head_dim=int(values.get("attention.key_length") or hidden // heads),
+            head_dim=head_dim,
             rms_norm_eps=float(values.get("attention.layer_norm_rms_epsilon", 1e-6)),
             rope_theta=float(values.get("rope.freq_base", 10000.0)),
-            rope_scaling=None,
+            rope_factors=rope_factors,
             max_position_embeddings=_integer(values, "context_length"),
             tied_head="output.weight" not in shapes,
             qkv_bias="blk.0.attn_q.bias" in shapes,
@@ -185,27 +183,44 @@ def _refuse_variants(values: Mapping[str, Any]) -> None:
     for switch in ("mlp_bias", "use_sliding_window", "quantization_config"):
         if values.get(switch):
             raise InvalidRequest(f"{switch} in config.json is not supported.", param="model")
+    if set(values.get("layer_types") or ()) - {"full_attention"}:
+        raise InvalidRequest("Only full attention is supported in layer_types.", param="model")
 
 
-def _rope(values: Mapping[str, Any]) -> tuple[float, Llama3Scaling | None]:
+def _rope(values: Mapping[str, Any], head_dim: int) -> tuple[float, tuple[float, ...] | None]:
     # transformers 5 keeps theta and scaling in `rope_parameters`; 4 had `rope_theta` and
     # `rope_scaling` (whose type was spelled `type` before `rope_type`).
     rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
     theta = float(rope.get("rope_theta") or values.get("rope_theta") or 10000.0)
-    if not math.isclose(float(values.get("partial_rotary_factor") or 1.0), 1.0):
-        raise InvalidRequest("partial_rotary_factor is not supported.", param="model")
+    if any(float(v.get("partial_rotary_factor") or 1.0) != 1.0 for v in (values, rope)):
+        raise _unsupported_rope("partial")
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind == "default":
         return theta, None
     if kind == "llama3":
-        return theta, Llama3Scaling(
-            factor=float(rope["factor"]),
-            low_freq=float(rope["low_freq_factor"]),
-            high_freq=float(rope["high_freq_factor"]),
-            original=int(rope["original_max_position_embeddings"]),
-        )
-    raise InvalidRequest(
-        f"Rotary scaling {kind!r} is not supported. Supported: default, llama3.", param="model"
+        return theta, _llama3_factors(rope, theta, head_dim)
+    raise _unsupported_rope(kind)
+
+
+def _llama3_factors(rope: Mapping[str, Any], theta: float, head_dim: int) -> tuple[float, ...]:
+    """Llama 3.1's scaling: frequencies that turn seldom over the original context are divided by
+    `factor`, those that turn often are kept, and those between are blended."""
+    factor, low, high = (
+        float(rope[name]) for name in ("factor", "low_freq_factor", "high_freq_factor")
+    )
+    original = int(rope["original_max_position_embeddings"])
+    factors = []
+    for index in range(head_dim // 2):
+        turns = original * theta ** (-2 * index / head_dim) / (2 * math.pi)
+        kept = min(max((turns - low) / (high - low), 0.0), 1.0)
+        factors.append(1 / (kept + (1 - kept) / factor))
+    return tuple(factors)
+
+
+def _unsupported_rope(kind: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"Rotary embedding of type {kind!r} is not supported. Supported: default, llama3.",
+        param="model",
     )
 
 

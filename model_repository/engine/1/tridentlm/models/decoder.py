@@ -6,7 +6,6 @@ ids -> embedding -> [ norm -> qkv -> (q/k norm) -> rotary -> attention -> o -> +
 
 from __future__ import annotations
 
-import math
 from collections.abc import MutableMapping
 
 import torch
@@ -111,13 +110,9 @@ def _rotate(x: torch.Tensor, rotation: _Rotation) -> torch.Tensor:
 
 
 def rotary_frequencies(config: ModelConfig) -> torch.Tensor:
-    """Radians per position, float32 [head_dim / 2], with Llama 3.1's scaling where asked."""
+    """Radians per position, float32 [head_dim / 2]."""
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
     frequencies = 1.0 / (config.rope_theta**exponents)
-    scaling = config.rope_scaling
-    if scaling is None:
+    if config.rope_factors is None:
         return frequencies
-    # Turns over the original context: few are stretched, many kept, those between are blended.
-    turns = scaling.original * frequencies / (2 * math.pi)
-    kept = ((turns - scaling.low_freq) / (scaling.high_freq - scaling.low_freq)).clamp(0, 1)
-    return kept * frequencies + (1 - kept) * frequencies / scaling.factor
+    return frequencies / torch.tensor(config.rope_factors, dtype=torch.float32)

@@ -33,6 +33,7 @@ _LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_ROPE_FACTORS = "rope_freqs.weight"
 _TENSOR = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
 
 
@@ -56,11 +57,17 @@ class GGUFModel:
         shapes = {t.name: tuple(map(int, reversed(t.shape))) for t in self._reader.tensors}
         if "token_embd.weight" not in shapes:
             raise InvalidRequest(f"{path} holds no token embedding.", param="model")
-        self.config = ModelConfig.from_gguf(metadata, shapes)
+        factors = next(
+            (tuple(map(float, t.data)) for t in self._reader.tensors if t.name == _ROPE_FACTORS),
+            None,
+        )
+        self.config = ModelConfig.from_gguf(metadata, shapes, factors)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields each tensor in float32 under its Hugging Face name."""
         for tensor in self._reader.tensors:
+            if tensor.name == _ROPE_FACTORS:
+                continue
             try:
                 values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
             except NotImplementedError:
@@ -69,7 +76,8 @@ class GGUFModel:
                     "supported.",
                     param="model",
                 ) from None
-            values = np.array(values, np.float32)  # a copy: the file is mapped read-only
+            # Copies what is not quantized: the file is mapped read-only.
+            values = np.require(values, np.float32, ("C", "W"))
             yield self._hf_name(tensor.name), torch.from_numpy(self._unpermute(tensor.name, values))
 
     def _hf_name(self, name: str) -> str:

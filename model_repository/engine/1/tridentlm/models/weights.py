@@ -83,7 +83,8 @@ def merge(
         parts[name] = tensor.to(device=device, dtype=dtype)
         if len(parts) == len(wanted[key]):
             del waiting[key]
-            merged[key] = torch.cat([parts[part] for part, _ in wanted[key]])
+            stack = [parts[part] for part, _ in wanted[key]]
+            merged[key] = stack[0] if len(stack) == 1 else torch.cat(stack)
     if owners:
         raise InvalidRequest(
             f"The model's files lack {len(owners)} tensors, first {next(iter(owners))!r}.",
