@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from tridentlm import sampling
 from tridentlm.core.plan import StepPlan
 from tridentlm.sampling import philox, sample, uniforms
 
@@ -154,6 +155,29 @@ def test_a_row_s_token_does_not_depend_on_its_batch() -> None:
     for row in range(rows):
         own = {name: values[row] for name, values in fields.items()}
         assert sample(logits[row : row + 1], plan(1, positions[row], **own)).item() == together[row]
+
+
+@pytest.mark.parametrize("head", [1, 4, 16, 64, 299])
+def test_ranking_the_likeliest_first_changes_no_token(
+    head: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = np.random.default_rng(2)
+    rows = 200
+    logits = torch.from_numpy(rng.integers(-6, 7, (rows, 300)).astype(np.float32))  # many ties
+    asked = plan(
+        rows,
+        temperature=rng.choice([0.3, 1.0], rows),
+        top_k=rng.choice([0, 1, 3, 16, 250], rows),
+        top_p=rng.choice([1, 0.99, 0.6, 0.05], rows),
+        seeds=np.arange(rows),
+    )
+    expected = sample(logits, asked)  # the head is larger than the vocabulary: a full sort
+    monkeypatch.setattr(sampling, "HEAD", head)
+    assert torch.equal(sample(logits, asked), expected)
+    for row in range(rows):  # alone, more rows get by with the head
+        own = {name: getattr(asked, name)[row] for name in ("temperature", "top_k", "top_p")}
+        one = plan(1, seeds=row, **own)
+        assert sample(logits[row : row + 1], one).item() == expected[row]
 
 
 def test_seed_and_position_alone_choose_the_random_number() -> None:
