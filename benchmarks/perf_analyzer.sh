@@ -6,12 +6,13 @@
 #
 # The arguments are perf_analyzer's. `-i grpc --streaming --async`, which models with many responses
 # need, are set, and so is `--input-data perf_analyzer_input.json` unless the arguments have their
-# own. Short runs are steadiest with `--request-count N`. The printed latency is that of a whole
-# request; `--profile-export-file FILE` (a new file) gets the time of every response.
+# own. `--request-count N` makes a short run; its printed throughput counts whole seconds, so it is
+# low. The printed latency is that of a whole request; `--profile-export-file FILE` (a new file)
+# gets the time of every response.
 #
-# The program is fetched from PyPI with pip. Its binary needs glibc 2.38. Where it does not start, it
-# runs with the C and C++ libraries of Debian 13, fetched with apt, which works in a folder of its
-# own: nothing is installed. Program and libraries are kept in TRIDENTLM_CACHE.
+# The program is fetched from PyPI with pip. Its binary needs glibc 2.38. Where it does not start,
+# the C and C++ libraries of Debian 13 run it. They are fetched with apt, which works in a folder of
+# its own: nothing is installed. Program and libraries are kept in TRIDENTLM_CACHE.
 #
 # Exit code: perf_analyzer's own; 69 when it could not be fetched or started.
 set -euo pipefail
