@@ -8,14 +8,13 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
-from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 from tridentlm import __version__
 from tridentlm.errors import TridentError
 
-from openai_proxy.errors import on_http_exception, on_validation_error
+from openai_proxy.errors import on_http_exception
 from openai_proxy.generate import GenerateEndpoint
 from openai_proxy.metrics import ProxyMetrics
 from openai_proxy.middleware import OPEN_PATHS, Gate
@@ -50,7 +49,6 @@ def create_app(settings: ProxySettings, session_factory: SessionFactory = open_s
         app.router.routes.append(Route(path, endpoint, methods=["POST"]))
     describe_posts(app, CHAT_PATH, COMPLETIONS_PATH)
     app.add_exception_handler(HTTPException, on_http_exception)
-    app.add_exception_handler(RequestValidationError, on_validation_error)
     known = OPEN_PATHS | {CHAT_PATH, COMPLETIONS_PATH, "/v1/models", "/version"}
     app.add_middleware(Gate, api_key=settings.api_key, metrics=app.state.metrics, routes=known)
     if settings.cors_origins:

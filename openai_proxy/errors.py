@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import NoReturn
 
 import orjson
-from fastapi import Request
-from fastapi.exceptions import RequestValidationError
-from fastapi.responses import Response
 from starlette.exceptions import HTTPException
+from starlette.requests import Request
 from tridentlm.errors import InvalidRequest, TridentError
-
-JSON = "application/json"
 
 
 class HttpError(TridentError):
@@ -47,24 +43,12 @@ def error_headers(error: TridentError) -> dict[str, str]:
     return headers
 
 
-def error_response(error: TridentError) -> Response:
-    return Response(error_body(error), error.status, error_headers(error), media_type=JSON)
-
-
-async def on_http_exception(request: Request, failure: Exception) -> Response:
-    """Starlette's own 404 and 405 in our shape."""
+async def on_http_exception(request: Request, failure: Exception) -> NoReturn:
+    """Starlette's own errors, such as 404 and 405, as ours: HttpError, for the outer layer."""
     assert isinstance(failure, HTTPException)
     where = f"{request.method} {request.url.path}"
     message, code = {
         404: (f"Unknown URL: {where}.", "unknown_url"),
         405: (f"Method not allowed: {where}.", "method_not_allowed"),
     }.get(failure.status_code, (str(failure.detail), "http_error"))
-    return error_response(HttpError(failure.status_code, message, code, failure.headers))
-
-
-async def on_validation_error(request: Request, failure: Exception) -> Response:
-    """A path or query parameter of the wrong type (bodies are checked by `protocol`)."""
-    assert isinstance(failure, RequestValidationError)
-    first: dict[str, Any] = failure.errors()[0]
-    param = ".".join(str(part) for part in first["loc"][1:]) or None
-    return error_response(InvalidRequest(str(first["msg"]), param=param))
+    raise HttpError(failure.status_code, message, code, failure.headers) from None

@@ -65,8 +65,8 @@ def parse_chat(body: Mapping[str, Any], served_model: str, timeout: float) -> Jo
     _check_model(body, served_model)
     parameters.refuse_unbuilt(body)
     messages = check_messages(body.get("messages"))
-    kwargs = body.get("chat_template_kwargs") or {}
-    if not isinstance(kwargs, dict):
+    kwargs = body.get("chat_template_kwargs")
+    if kwargs is not None and not isinstance(kwargs, dict):
         raise InvalidRequest(
             "chat_template_kwargs must be an object.", param="chat_template_kwargs"
         )
@@ -74,7 +74,7 @@ def parse_chat(body: Mapping[str, Any], served_model: str, timeout: float) -> Jo
         messages=messages,
         sampling=parameters.sampling_of(body, None, timeout),
         return_token_ids=parameters.flag(body, "return_token_ids"),
-        chat_template_kwargs=kwargs,
+        chat_template_kwargs=kwargs or {},
     )
     return _job(body, served_model, [submission], CHAT_FIELDS)
 

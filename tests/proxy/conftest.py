@@ -16,13 +16,13 @@ def shared_proxy() -> Iterator[Proxy]:
 
 
 @pytest.fixture
-def proxy(shared_proxy: Proxy) -> Iterator[Proxy]:
+def proxy(shared_proxy: Proxy) -> Proxy:
     """The shared server with its session as new."""
     session, fresh = shared_proxy.session, FakeSession()
     for name in ("ready", "status", "submissions", "aborted", "cancelled"):
         setattr(session, name, getattr(fresh, name))
     session.reply = lambda submission: Reply()
-    yield shared_proxy
+    return shared_proxy
 
 
 @pytest.fixture

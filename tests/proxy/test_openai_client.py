@@ -200,11 +200,11 @@ def test_an_error_midway_raises_with_its_message(
 ) -> None:
     failure = End.from_error(InternalError("the engine fell over"))
     session.reply = lambda s: Reply(steps=[Delta("Hel", 1), 0.01, failure])
-    seen = []
+    chunks = client.chat.completions.create(model=MODEL, messages=USER, stream=True)
+    seen: list[str] = []
     with pytest.raises(openai.APIError, match="the engine fell over"):
-        for chunk in client.chat.completions.create(model=MODEL, messages=USER, stream=True):
-            seen.append(chunk.choices[0].delta.content)
-    assert "".join(filter(None, seen)) == "Hel"
+        seen.extend(chunk.choices[0].delta.content for chunk in chunks)
+    assert "".join(seen) == "Hel"
 
 
 def test_unknown_model_is_a_not_found_error(client: openai.OpenAI) -> None:

@@ -1,0 +1,89 @@
+"""A client that goes, in any state, streaming or not: its requests are aborted at once."""
+
+from __future__ import annotations
+
+import socket
+import time
+from typing import Any
+
+import orjson
+import pytest
+from tridentlm_client import Delta
+
+from tests.proxy.fakes import FOREVER, Proxy, Reply, eventually
+
+AT_ONCE = 0.5
+
+
+def open_request(proxy: Proxy, path: str, **body: Any) -> socket.socket:
+    host, port = proxy.url.removeprefix("http://").split(":")
+    connection = socket.create_connection((host, int(port)), timeout=10)
+    content = orjson.dumps(body)
+    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    connection.sendall(head.encode() + b"content-length: %d\r\n\r\n" % len(content) + content)
+    return connection
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_gone_while_it_waits_for_admission(proxy: Proxy, stream: bool) -> None:
+    session = proxy.session
+    session.reply = lambda s: Reply(admission=FOREVER)
+    connection = open_request(proxy, "/v1/completions", prompt="x", stream=stream)
+    eventually(lambda: session.submissions)
+    connection.close()
+    eventually(lambda: session.cancelled == 1, AT_ONCE)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("steps", [[FOREVER], [Delta("a", 1), Delta("b", 1), FOREVER]])
+def test_gone_while_it_is_queued_or_generates(proxy: Proxy, stream: bool, steps: list[Any]) -> None:
+    session = proxy.session
+    session.reply = lambda s: Reply(steps=steps)
+    connection = open_request(proxy, "/v1/completions", prompt=["x", "y"], stream=stream)
+    eventually(lambda: session.submissions)
+    time.sleep(0.1)
+    assert session.aborted == []
+    connection.close()
+    eventually(lambda: len(session.aborted) == 2, AT_ONCE)
+
+
+def test_gone_while_it_sends_its_body(proxy: Proxy) -> None:
+    host, port = proxy.url.removeprefix("http://").split(":")
+    connection = socket.create_connection((host, int(port)), timeout=10)
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    connection.sendall(head + b"content-length: 100\r\n\r\n{")
+    time.sleep(0.05)
+    connection.close()
+    time.sleep(0.05)
+    assert proxy.session.submissions == []
+
+
+def test_a_finished_request_is_not_aborted(proxy: Proxy) -> None:
+    for stream in (False, True):
+        connection = open_request(proxy, "/v1/completions", prompt="x", stream=stream)
+        data = b""
+        while b"stop" not in data:
+            data += connection.recv(65536)
+        connection.close()
+    time.sleep(0.1)
+    assert proxy.session.aborted == []
+
+
+def test_a_hundred_disconnects_abort_exactly_their_own(proxy: Proxy) -> None:
+    session = proxy.session
+    steps = [step for i in range(200) for step in (Delta(f"{i} ", 1), 0.01)]
+    session.reply = lambda s: Reply(steps=[*steps, FOREVER])
+    connections = [
+        open_request(proxy, "/v1/completions", prompt="x", stream=i % 2 == 0) for i in range(100)
+    ]
+    eventually(lambda: len(session.submissions) == 100)
+    time.sleep(0.2)
+    gone = connections[::3]
+    for connection in gone:
+        connection.close()
+    eventually(lambda: len(session.aborted) == len(gone))
+    time.sleep(0.2)
+    assert len(session.aborted) == len(set(session.aborted)) == len(gone)
+    for connection in connections:
+        connection.close()
+    eventually(lambda: len(set(session.aborted)) == 100)
