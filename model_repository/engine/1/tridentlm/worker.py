@@ -145,9 +145,10 @@ def build_runner(settings: EngineSettings) -> tuple[Runner, str]:
     if settings.runner == "simulated":
         return SimulatedRunner(settings), settings.served_model_name or "simulated"
     from tridentlm.hub import resolve_model
-    from tridentlm.runner import ModelRunner
 
     files = resolve_model(settings)
+    from tridentlm.runner import ModelRunner  # torch takes seconds: a wrong path fails before it
+
     return ModelRunner(settings, files), files.name
 
 

@@ -1,0 +1,129 @@
+"""Drives a scheduler with a fake model and keeps the books on what each request got."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import numpy as np
+from tridentlm.core.cache import PrefixCache
+from tridentlm.core.plan import StepOutput, StepPlan
+from tridentlm.core.request import FinishReason, Limits, Request
+from tridentlm.core.scheduler import Scheduler
+
+from tests.core.fake_model import FakeRunner, answer
+
+
+def make_limits(**values: int) -> Limits:
+    defaults = {
+        "max_model_len": 64,
+        "num_pages": 64,
+        "page_size": 4,
+        "max_running": 4,
+        "max_queue": 100,
+        "max_step_tokens": 32,
+        "vocab_size": 64,
+    }
+    return Limits(**{**defaults, **values})
+
+
+def make_request(
+    request_id: int, prompt_len: int = 5, max_tokens: int = 4, **fields: Any
+) -> Request:
+    prompt = np.random.default_rng(request_id).integers(0, 64, prompt_len, np.int32)
+    return Request(request_id, prompt, max_tokens, **fields)
+
+
+class Driver:
+    def __init__(
+        self,
+        limits: Limits,
+        *,
+        cache: PrefixCache | None = None,
+        scheduler: type[Scheduler] = Scheduler,
+    ) -> None:
+        self.scheduler = scheduler(limits, cache=cache)
+        self.runner = FakeRunner(limits)
+        self.requests: dict[int, Request] = {}
+        self.tokens: dict[int, list[int]] = {}
+        self.finish: dict[int, FinishReason] = {}
+        self.errors: dict[int, str] = {}
+        self.first: list[int] = []  # ids in order of their first token
+        self.launched: deque[tuple[StepPlan, Any]] = deque()
+
+    def add(self, *requests: Request) -> None:
+        for request in requests:
+            self.scheduler.add(request)
+            self.requests[request.id] = request
+            self.tokens[request.id] = []
+
+    def launch(self) -> StepPlan | None:
+        plan = self.scheduler.schedule()
+        if plan is not None:
+            self.launched.append((plan, self.runner.launch(plan)))
+        return plan
+
+    def collect(self) -> StepOutput:
+        plan, step = self.launched.popleft()
+        output = self.scheduler.commit(plan, step.collect())
+        self.record(output)
+        return output
+
+    def drain(self) -> None:
+        output = self.scheduler.drain()
+        if output is not None:
+            self.record(output)
+
+    def record(self, output: StepOutput) -> None:
+        assert len(output.ids) == len(output.tokens) == len(output.finish)
+        assert len(set(output.ids.tolist())) == len(output.ids)
+        rows = zip(output.ids.tolist(), output.tokens.tolist(), output.finish, strict=True)
+        for request_id, token, finish in rows:
+            assert request_id not in self.finish, "an output after the terminal one"
+            if token >= 0:
+                if not self.tokens[request_id]:
+                    self.first.append(request_id)
+                self.tokens[request_id].append(token)
+            if finish:
+                self.finish[request_id] = FinishReason(finish)
+            else:
+                assert token >= 0, "an entry without news"
+        self.errors.update(output.errors)
+
+    def step(self) -> None:
+        """One iteration of an engine with one step in flight."""
+        if self.launch() is not None:
+            self.collect()
+        self.drain()
+        self.scheduler.check_integrity()
+
+    def run(self, steps_in_flight: int = 1, limit: int = 10_000) -> None:
+        """Runs until nothing is left, and checks that nothing is."""
+        for _ in range(limit):
+            if not self.scheduler.has_work:
+                break
+            launched = self.launch()
+            if self.launched and (launched is None or len(self.launched) >= steps_in_flight):
+                self.collect()
+            self.drain()
+            self.scheduler.check_integrity()
+        else:
+            raise AssertionError("the scheduler does not come to an end")
+        self.check_end()
+
+    def check_end(self) -> None:
+        """Everybody got one terminal output and the right text; every slot and page is free."""
+        assert self.finish.keys() >= self.requests.keys()
+        for request_id, request in self.requests.items():
+            tokens, finish = answer(request)
+            if self.finish[request_id] in (FinishReason.STOP, FinishReason.LENGTH):
+                assert (self.tokens[request_id], self.finish[request_id]) == (tokens, finish)
+            else:
+                got = self.tokens[request_id]
+                assert got == tokens[: len(got)]
+        self.scheduler.flush_cache()
+        self.scheduler.check_integrity()
+        stats = self.scheduler.stats()
+        assert (stats.running, stats.waiting) == (0, 0)
+        assert stats.free_slots == self.scheduler.limits.max_running
+        assert stats.free_pages == self.scheduler.limits.num_pages

@@ -1,0 +1,173 @@
+"""Random traffic against a naive model: the promises hold in every state that hypothesis finds."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from tridentlm.core.plan import I32
+from tridentlm.core.request import FinishReason, Limits, Request
+from tridentlm.errors import InvalidRequest
+
+from tests.core.driver import Driver
+from tests.core.fake_model import VOCAB
+from tests.core.page_cache import PageCache
+
+lengths = st.one_of(st.integers(1, 8), st.integers(1, 70))
+prompts = st.one_of(
+    st.builds(lambda n, token: [token] * n, lengths, st.integers(0, 3)),  # share prefixes
+    st.builds(lambda n, seed: [(seed * 7 + i) % VOCAB for i in range(n)], lengths, st.integers()),
+)
+
+
+class Traffic(RuleBasedStateMachine):
+    """Arrivals, aborts, deadlines, flushes, launches and collects, in any order."""
+
+    @initialize(
+        page_size=st.one_of(st.integers(1, 4), st.integers(1, 64)),
+        num_pages=st.integers(1, 40),
+        max_running=st.integers(1, 6),
+        max_step_tokens=st.integers(1, 40),
+        max_model_len=st.integers(2, 80),
+        steps_in_flight=st.integers(1, 2),
+        cached=st.booleans(),
+    )
+    def start(
+        self,
+        page_size: int,
+        num_pages: int,
+        max_running: int,
+        max_step_tokens: int,
+        max_model_len: int,
+        steps_in_flight: int,
+        cached: bool,
+    ) -> None:
+        self.limits = Limits(
+            max_model_len=max_model_len,
+            num_pages=num_pages,
+            page_size=page_size,
+            max_running=max_running,
+            max_queue=100,
+            max_step_tokens=max_step_tokens,
+            vocab_size=VOCAB,
+        )
+        self.steps_in_flight = steps_in_flight
+        self.driver = Driver(self.limits, cache=PageCache(page_size) if cached else None)
+        self.now = 0.0
+        self.next_id = 0
+        self.aborted: set[int] = set()
+
+    @rule(
+        prompt=prompts,
+        max_tokens=st.one_of(st.integers(1, 6), st.integers(1, 80)),
+        stops=st.one_of(st.just(frozenset()), st.frozensets(st.integers(0, VOCAB), max_size=20)),
+        seconds=st.one_of(st.just(math.inf), st.integers(0, 20)),
+        temperature=st.sampled_from([0.0, 1.0]),
+        seed=st.integers(0, 2**64 - 1),
+    )
+    def arrive(
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        stops: frozenset[int],
+        seconds: float,
+        temperature: float,
+        seed: int,
+    ) -> None:
+        self.send(
+            np.array(prompt, np.int32),
+            max_tokens,
+            stop_token_ids=stops,
+            deadline=self.now + seconds,
+            temperature=temperature,
+            seed=seed,
+        )
+
+    @precondition(lambda self: self.driver.requests)
+    @rule(data=st.data(), suffix=st.lists(st.integers(0, 3), max_size=4))
+    def follow_up(self, data: st.DataObject, suffix: list[int]) -> None:
+        """A prompt that begins like an earlier request and its answer: food for the cache."""
+        earlier = data.draw(st.sampled_from(sorted(self.driver.requests)))
+        ids = [*self.driver.requests[earlier].prompt.tolist(), *self.driver.tokens[earlier]]
+        kept = data.draw(st.one_of(st.just(len(ids)), st.integers(1, len(ids))))
+        self.send(np.array(ids[:kept] + suffix, np.int32), data.draw(st.integers(1, 6)))
+
+    def send(self, prompt: I32, max_tokens: int, **fields: Any) -> None:
+        request = Request(self.next_id, prompt, max_tokens, **fields)
+        self.next_id += 1
+        fits = len(prompt) + max_tokens <= self.limits.max_tokens_held
+        try:
+            self.driver.add(request)
+        except InvalidRequest:
+            assert not fits
+        else:
+            assert fits
+
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        request_id = data.draw(st.integers(0, self.next_id + 1))
+        self.driver.scheduler.abort(request_id)
+        self.aborted.add(request_id)
+
+    @rule(seconds=st.integers(1, 5))
+    def pass_time(self, seconds: int) -> None:
+        self.now += seconds
+        self.driver.scheduler.expire(self.now)
+        for request in self.driver.requests.values():
+            if request.deadline <= self.now:
+                assert request.id not in self.driver.scheduler._slot_of
+                assert request.id not in self.driver.scheduler._waiting
+
+    @rule()
+    def flush(self) -> None:
+        self.driver.scheduler.flush_cache()
+
+    @rule()
+    def drain(self) -> None:
+        self.driver.drain()
+
+    @precondition(lambda self: len(self.driver.launched) < self.steps_in_flight)
+    @rule()
+    def launch(self) -> None:
+        self.driver.launch()
+
+    @precondition(lambda self: self.driver.launched)
+    @rule()
+    def collect(self) -> None:
+        self.driver.collect()
+
+    @rule(steps=st.integers(1, 20))
+    def run_on(self, steps: int) -> None:
+        for _ in range(steps):
+            if len(self.driver.launched) < self.steps_in_flight:
+                self.driver.launch()
+            if self.driver.launched:
+                self.driver.collect()
+            self.driver.scheduler.check_integrity()
+
+    @invariant()
+    def books_balance(self) -> None:
+        if hasattr(self, "driver"):
+            self.driver.scheduler.check_integrity()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "driver"):
+            return
+        self.driver.run(self.steps_in_flight)
+        for request_id, finish in self.driver.finish.items():
+            late = self.driver.requests[request_id].deadline <= self.now
+            if request_id not in self.aborted and not late:
+                assert finish in (FinishReason.STOP, FinishReason.LENGTH)
+
+
+TestTraffic = Traffic.TestCase
+TestTraffic.settings = settings(
+    max_examples=150,
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
