@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,7 +12,14 @@ from tridentlm import __version__
 from tridentlm.config import PREFIX, EngineSettings, resolve_settings
 from tridentlm.errors import InvalidRequest, TridentError
 
-from openai_proxy.options import CONNECTION_HELP, ENGINE_HELP, PROXY_HELP, chosen, with_flags
+from openai_proxy.options import (
+    ALONE_HELP,
+    CONNECTION_HELP,
+    ENGINE_HELP,
+    PROXY_HELP,
+    chosen,
+    with_flags,
+)
 from openai_proxy.settings import ProxySettings
 
 app = typer.Typer(
@@ -75,19 +83,53 @@ def serve(
         metrics_port=metrics_port,
         verbose=verbose,
     )
-    say(f"model: {settings.model or 'the default'}")
+    logging.getLogger("tridentlm").addHandler(logging.StreamHandler())
+    logging.getLogger("tridentlm").setLevel(logging.INFO)
     files = resolve_model(settings)
     say(f"model: {files.name} ({files.path})")
     raise SystemExit(Launcher(options, say).run())
 
 
 @app.command()
-@with_flags(("Triton", ProxySettings, CONNECTION_HELP), ("OpenAI API", ProxySettings, PROXY_HELP))
+@with_flags(
+    ("Triton", ProxySettings, CONNECTION_HELP),
+    ("OpenAI API", ProxySettings, {**ALONE_HELP, **PROXY_HELP}),
+)
 def proxy(**flags: Any) -> None:
     """Run the OpenAI API alone, in front of a tritonserver that serves our repository."""
     from openai_proxy.serve import run_proxy
 
     raise SystemExit(run_proxy(ProxySettings.from_environment(**flags)))
+
+
+@app.command()
+@with_flags(("Triton", ProxySettings, CONNECTION_HELP))
+def chat(
+    system: Annotated[str | None, typer.Option(help="System message.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Longest answer, in tokens.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0: always the likeliest.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Nucleus of the distribution.")] = None,
+    seed: Annotated[int | None, typer.Option(help="The same seed, the same answer.")] = None,
+    **flags: Any,
+) -> None:
+    """Chat in the terminal, straight to Triton (default: that of `tridentlm serve`)."""
+    from tridentlm_client.chat import run_chat
+
+    from openai_proxy.sessions import tls_options
+
+    environ = {PREFIX + "TRITON": "127.0.0.1:8101", **os.environ}
+    settings = ProxySettings.from_environment(environ, **chosen(ProxySettings, flags))
+    options = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
+    sampling = {name: value for name, value in options.items() if value is not None}
+    code = run_chat(
+        settings.triton,
+        system=system,
+        sampling=sampling,
+        engine=settings.engine,
+        submit=settings.submit,
+        tls=tls_options(settings),
+    )
+    raise SystemExit(code)
 
 
 @app.command(context_settings={"ignore_unknown_options": True})

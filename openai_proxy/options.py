@@ -35,6 +35,10 @@ ENGINE_HELP = {
     "drain_seconds": "How long running requests may go on after SIGTERM.",
     "session_timeout": "Seconds without an acknowledgement after which a client is gone.",
 }
+ALONE_HELP = {
+    "triton_metrics": "URL of Triton's metrics, merged into /metrics.",
+    "drain_seconds": ENGINE_HELP["drain_seconds"],
+}
 PROXY_HELP = {
     "host": "Address of the OpenAI API.",
     "port": "Port of the OpenAI API.",
@@ -47,8 +51,6 @@ PROXY_HELP = {
 }
 CONNECTION_HELP = {
     "triton": "HOST:PORT of Triton's gRPC.",
-    "triton_metrics": "URL of Triton's metrics, merged into /metrics.",
-    "drain_seconds": ENGINE_HELP["drain_seconds"],
     "engine": "Name of the engine model in Triton.",
     "submit": "Name of the submit ensemble in Triton.",
     "tls": "TLS to Triton with the system's certificates.",

@@ -28,14 +28,19 @@ class SessionLike(Protocol):
 
 
 def open_session(settings: ProxySettings) -> Session:
-    tls = None
-    if settings.uses_tls:
-        tls = TlsOptions(
-            root_certificates=settings.tls_ca or None,
-            private_key=settings.tls_key or None,
-            certificate_chain=settings.tls_cert or None,
-        )
+    tls = tls_options(settings)
     return Session(settings.triton, engine=settings.engine, submit=settings.submit, tls=tls)
+
+
+def tls_options(settings: ProxySettings) -> TlsOptions | None:
+    """None: no TLS."""
+    if not settings.uses_tls:
+        return None
+    return TlsOptions(
+        root_certificates=settings.tls_ca or None,
+        private_key=settings.tls_key or None,
+        certificate_chain=settings.tls_cert or None,
+    )
 
 
 def unready_reason(session: SessionLike) -> str | None:

@@ -14,7 +14,7 @@ from tridentlm.config import EngineSettings
 from typer.testing import CliRunner
 
 from openai_proxy.cli import app
-from openai_proxy.options import CONNECTION_HELP, ENGINE_HELP, PROXY_HELP
+from openai_proxy.options import ALONE_HELP, CONNECTION_HELP, ENGINE_HELP, PROXY_HELP
 from openai_proxy.settings import ProxySettings
 
 
@@ -28,7 +28,7 @@ def test_every_setting_has_a_flag() -> None:
     engine = {spec.name for spec in dataclasses.fields(EngineSettings)}
     proxy = {spec.name for spec in dataclasses.fields(ProxySettings)}
     assert set(ENGINE_HELP) == engine
-    assert set(PROXY_HELP) | set(CONNECTION_HELP) == proxy - {"started"}
+    assert set(PROXY_HELP) | set(ALONE_HELP) | set(CONNECTION_HELP) == proxy - {"started"}
     shown = CliRunner().invoke(app, ["serve", "--help"], env={"COLUMNS": "200"}).output
     for name in [*ENGINE_HELP, *PROXY_HELP]:
         assert "--" + name.replace("_", "-") in shown
