@@ -21,8 +21,7 @@ Messages = Sequence[Mapping[str, Any]]
 class Result:
     """A finished request. `finish_reason` is stop, length or abort.
 
-    `usage` counts tokens: prompt_tokens, completion_tokens, total_tokens and what else the server
-    tells.
+    `usage` counts tokens: prompt_tokens, completion_tokens, cached_tokens (of the prompt).
     """
 
     text: str

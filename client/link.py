@@ -124,13 +124,13 @@ class Link:
 
     def _end_streams(self, reason: TridentError) -> None:
         self.draining = True
-        error = EngineDown("The session was closed." if self._closed else reason.message)
-        self._commands.fail(error)
-        self._submitter.fail(error)
+        message = "The session was closed." if self._closed else reason.message
+        self._commands.fail(EngineDown(message))
+        self._submitter.fail(EngineDown(message))
         for uid in list(self._streams):
             stream = self._streams.pop(uid, None)
             if stream is not None:
-                stream.end = End.from_error(error)
+                stream.end = End.from_error(EngineDown(message))
                 self._notify(stream)
 
     async def _end_calls(self, broken: bool) -> None:

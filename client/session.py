@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import logging
 import random
@@ -78,10 +77,8 @@ class Session:
         """
         if self._keeper is None:
             self._keeper = asyncio.get_running_loop().create_task(self._keep())
-        try:
-            await asyncio.wait_for(self._connected.wait(), timeout)
-        except asyncio.TimeoutError:
-            raise self._error from None
+        if not await _happens(self._connected, timeout):
+            raise self._error.with_traceback(None)
 
     async def close(self) -> None:
         """Aborts what runs, ends the session and closes the connection. Takes seconds at most."""
@@ -168,10 +165,19 @@ class Session:
                 delay = MIN_BACKOFF_SECONDS
             if not self._closing.is_set():
                 log.info("session with %s ended: %s", self.target, self._error)
-                await self._pause(delay * random.uniform(0.5, 1.0))
+                await _happens(self._closing, delay * random.uniform(0.5, 1.0))
             delay = min(delay * 2, MAX_BACKOFF_SECONDS)
 
-    async def _pause(self, seconds: float) -> None:
-        """Sleeps, unless the session is closed meanwhile."""
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._closing.wait(), seconds)
+
+async def _happens(event: asyncio.Event, timeout: float) -> bool:
+    """Waits `timeout` seconds for the event; False when it did not come.
+
+    Unlike `asyncio.wait_for` before Python 3.12, it never loses a cancellation that comes together
+    with the event.
+    """
+    waiter = asyncio.get_running_loop().create_task(event.wait())
+    try:
+        await asyncio.wait([waiter], timeout=timeout)
+    finally:
+        waiter.cancel()
+    return event.is_set()

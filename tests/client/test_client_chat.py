@@ -183,11 +183,15 @@ def test_an_abandoned_chat_leaves_no_session_behind() -> None:
         process = await asyncio.create_subprocess_exec(
             *command(SCRIPT, server.port), stdin=asyncio.subprocess.PIPE
         )
-        while not server.sessions:
-            await asyncio.sleep(0.01)
-        process.send_signal(signal.SIGINT)
-        assert await asyncio.wait_for(process.wait(), 20) == 130
-        assert len(server.ops("close")) == 1
-        await server.stop()
+        try:
+            while not server.sessions:
+                await asyncio.sleep(0.01)
+            process.send_signal(signal.SIGINT)
+            assert await asyncio.wait_for(process.wait(), 20) == 130
+            assert len(server.ops("close")) == 1
+        finally:
+            if process.returncode is None:
+                process.kill()
+            await server.stop()
 
     asyncio.run(body())

@@ -4,8 +4,10 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 from fake_triton import STATUS, FakeTriton, end
 from tridentlm_client import (
@@ -14,6 +16,7 @@ from tridentlm_client import (
     Session,
     Stream,
     Submission,
+    TlsOptions,
     TridentError,
     link,
     rpc,
@@ -211,15 +214,30 @@ def test_a_cancelled_submission_is_aborted() -> None:
     run(test)
 
 
-def test_frames_are_acknowledged_by_number_and_by_time() -> None:
+def test_every_sixteenth_frame_is_acknowledged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link, "ACK_SECONDS", 60.0)
+
     async def test(server: FakeTriton, session: Session) -> None:
-        for _ in range(31):
+        for _ in range(40):
             server.session.frame()
-        await until(lambda: server.ops("ack"))
-        assert [seen.parameters["seq"] for seen in server.ops("ack")] == [16, 32]
-        server.session.frame()
-        await until(lambda: len(server.ops("ack")) == 3)
-        assert server.ops("ack")[2].parameters == {"session": server.session.id, "seq": 33}
+        await until(lambda: len(server.ops("ack")) == 2)
+        first, second = server.ops("ack")
+        assert first.parameters == {"session": server.session.id, "seq": 16}
+        assert second.parameters == {"session": server.session.id, "seq": 32}
+        assert first.stream is not server.ops("session")[0].stream
+
+    run(test)
+
+
+def test_an_acknowledgement_is_sent_each_period_without_news(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(link, "ACK_SECONDS", 0.1)
+    monkeypatch.setattr(link, "TICK_SECONDS", 0.02)
+
+    async def test(server: FakeTriton, session: Session) -> None:
+        await until(lambda: len(server.ops("ack")) >= 3)
+        assert {seen.parameters["seq"] for seen in server.ops("ack")} == {1}
 
     run(test)
 
@@ -403,7 +421,7 @@ def test_closing_does_not_wait_for_a_deaf_server(monkeypatch: pytest.MonkeyPatch
             monkeypatch.setattr(FakeTriton, "on_close", lambda self, request_id, seen: None)
             started = asyncio.get_running_loop().time()
             await session.close()
-            assert asyncio.get_running_loop().time() - started < 1.5
+            assert asyncio.get_running_loop().time() - started < 2.5
             assert not session.ready
 
     asyncio.run(body())
@@ -420,6 +438,23 @@ def test_starting_without_a_server_raises_and_connects_once_it_is_there() -> Non
         await server.start(server.port)
         await session.start(timeout=10)
         assert session.ready
+        await session.close()
+        await server.stop()
+
+    asyncio.run(body())
+
+
+def test_a_start_that_is_cancelled_as_it_connects_stays_cancelled() -> None:
+    async def body() -> None:
+        server = FakeTriton()
+        target = await server.start()
+        session = Session(target)
+        start = asyncio.create_task(session.start())
+        while not session.ready:
+            await asyncio.sleep(0)
+        start.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await start
         await session.close()
         await server.stop()
 
@@ -446,3 +481,27 @@ def test_the_cache_is_flushed_on_request() -> None:
         assert [seen.model for seen in server.ops("flush_cache")] == ["engine"]
 
     run(test)
+
+
+def test_a_session_runs_over_tls() -> None:
+    folder = Path(__file__).parent / "tls"
+    key, certificate = folder / "key.pem", folder / "certificate.pem"
+
+    async def body() -> None:
+        server = FakeTriton()
+        pair = (key.read_bytes(), certificate.read_bytes())
+        target = await server.start(credentials=grpc.ssl_server_credentials([pair]))
+        async with Session(target, tls=TlsOptions(root_certificates=certificate)) as session:
+            assert session.ready
+        stranger = Session(target, tls=TlsOptions())
+        with pytest.raises(EngineDown):
+            await stranger.start(timeout=0.3)
+        await stranger.close()
+        await server.stop()
+
+    asyncio.run(body())
+
+
+def test_a_missing_certificate_is_an_error_at_once() -> None:
+    with pytest.raises(OSError, match="nowhere"):
+        Session("localhost:1", tls=TlsOptions(root_certificates="nowhere.pem"))
