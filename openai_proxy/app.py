@@ -43,10 +43,10 @@ def create_app(settings: ProxySettings, session_factory: SessionFactory = open_s
     app.state.settings = settings
     app.state.session_factory = session_factory
     app.state.metrics = ProxyMetrics()
-    app.include_router(router)
     for path, parse in ((CHAT_PATH, parse_chat), (COMPLETIONS_PATH, parse_completion)):
         endpoint = GenerateEndpoint(parse, settings, app.state)
-        app.router.routes.append(Route(path, endpoint, methods=["POST"]))
+        app.router.routes.insert(0, Route(path, endpoint, methods=["POST"]))
+    app.include_router(router)
     describe_posts(app, CHAT_PATH, COMPLETIONS_PATH)
     app.add_exception_handler(HTTPException, on_http_exception)
     known = OPEN_PATHS | {CHAT_PATH, COMPLETIONS_PATH, "/v1/models", "/version"}

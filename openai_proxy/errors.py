@@ -24,6 +24,9 @@ class HttpError(TridentError):
         self.headers = dict(headers or {})
 
 
+SHUTDOWN = "The proxy shuts down."
+
+
 class ClientGone(Exception):
     """The HTTP client has disconnected: nobody is left to answer."""
 

@@ -15,11 +15,11 @@ from functools import partial
 from typing import Any, Protocol
 
 from starlette.types import Receive, Scope, Send
-from tridentlm.errors import TridentError
+from tridentlm.errors import EngineDown, TridentError
 from tridentlm_client import Stream
 
 from openai_proxy.chunks import DONE, Envelope, usage_of, whole_response
-from openai_proxy.errors import ClientGone
+from openai_proxy.errors import SHUTDOWN, ClientGone
 from openai_proxy.exchange import Exchange, Headers
 from openai_proxy.parameters import IgnoredParameters
 from openai_proxy.protocol import Job
@@ -109,14 +109,22 @@ async def _answer_events(
         if not events.over.done():
             raise ClientGone
         events.over.result()
+    except asyncio.CancelledError:
+        if not events.begun:
+            raise
+        await _end_broken(exchange, EngineDown(SHUTDOWN))
     except TridentError as error:
         if not events.begun:
             raise
-        exchange.error_code = error.code or error.type
-        last = {"type": "http.response.body", "body": error_event(error) + DONE}
-        await exchange.send_body(last)
+        await _end_broken(exchange, error)
     finally:
         events.close()
+
+
+async def _end_broken(exchange: Exchange, error: TridentError) -> None:
+    exchange.error_code = error.code or error.type
+    last = {"type": "http.response.body", "body": error_event(error) + DONE}
+    await exchange.send_body(last)
 
 
 async def _answer_whole(

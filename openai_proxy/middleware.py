@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import logging
 
 from starlette.types import ASGIApp, Receive, Scope, Send
-from tridentlm.errors import InternalError, TridentError
+from tridentlm.errors import EngineDown, InternalError, TridentError
 
-from openai_proxy.errors import ClientGone, HttpError
+from openai_proxy.errors import SHUTDOWN, ClientGone, HttpError
 from openai_proxy.exchange import Exchange
 from openai_proxy.logs import log_access
 from openai_proxy.metrics import ProxyMetrics
@@ -53,6 +54,11 @@ class Gate:
             await self._app(exchange.scope, exchange.receive, exchange.send)
         except ClientGone:
             exchange.status = CLIENT_GONE_STATUS
+        except asyncio.CancelledError:
+            # The server cancels what is left when a shutdown has lasted too long.
+            if exchange.status:
+                raise
+            await exchange.fail(EngineDown(SHUTDOWN))
         except TridentError as error:
             if exchange.status:
                 raise

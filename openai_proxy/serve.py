@@ -35,7 +35,7 @@ def run_proxy(settings: ProxySettings) -> int:
     """Serves until SIGTERM or SIGINT. Returns the exit code: 1 when it could not start."""
     configure_logging(as_json=settings.log_json)
     os.environ[_WORKER_VARIABLE] = settings.to_json()
-    config = _config(settings)
+    config = server_config("openai_proxy.serve:worker_app", settings)
     listener = _listen(settings)
     if settings.workers == 1:
         # The server raises the signal that ended it once more: not to be our exit status.
@@ -68,10 +68,11 @@ def _end_after(supervisor: Any) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _config(settings: ProxySettings) -> uvicorn.Config:
+def server_config(app: FastAPI | str, settings: ProxySettings) -> uvicorn.Config:
+    """The HTTP server for `app`, an application or where to find its factory."""
     return uvicorn.Config(
-        "openai_proxy.serve:worker_app",
-        factory=True,
+        app,
+        factory=isinstance(app, str),
         workers=settings.workers,
         loop="uvloop",
         http="httptools",

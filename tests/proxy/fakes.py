@@ -17,6 +17,7 @@ from tridentlm.errors import TridentError
 from tridentlm_client import Delta, End, Stream, Submission
 
 from openai_proxy.app import create_app
+from openai_proxy.serve import server_config
 from openai_proxy.settings import ProxySettings
 
 MODEL = "org/tiny-model"
@@ -112,15 +113,14 @@ async def _play(stream: Stream, steps: Sequence[Delta | End | float]) -> None:
 class Proxy:
     url: str
     session: FakeSession
+    server: uvicorn.Server
 
 
 @contextmanager
 def running_proxy(**settings: Any) -> Iterator[Proxy]:
     session = FakeSession()
     app = create_app(ProxySettings(**settings), lambda _: session)
-    config = uvicorn.Config(
-        app, loop="uvloop", http="httptools", log_config=None, access_log=False, lifespan="on"
-    )
+    config = server_config(app, app.state.settings)
     server = uvicorn.Server(config)
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
@@ -128,7 +128,7 @@ def running_proxy(**settings: Any) -> Iterator[Proxy]:
     thread.start()
     try:
         eventually(lambda: server.started)
-        yield Proxy(f"http://127.0.0.1:{port}", session)
+        yield Proxy(f"http://127.0.0.1:{port}", session, server)
     finally:
         server.should_exit = True
         thread.join(10)

@@ -1,4 +1,5 @@
-"""A client that goes, in any state, streaming or not: its requests are aborted at once."""
+"""A client that goes, in any state, streaming or not: its requests are aborted at once. And a
+server that goes: its streams are finished, or ended with an error event."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import orjson
 import pytest
 from tridentlm_client import Delta
 
-from tests.proxy.fakes import FOREVER, Proxy, Reply, eventually
+from tests.proxy.fakes import FOREVER, Proxy, Reply, ended, eventually, running_proxy
 
 AT_ONCE = 0.5
 
@@ -87,3 +88,39 @@ def test_a_hundred_disconnects_abort_exactly_their_own(proxy: Proxy) -> None:
     for connection in connections:
         connection.close()
     eventually(lambda: len(set(session.aborted)) == 100)
+
+
+def test_a_shutdown_waits_for_running_streams() -> None:
+    with running_proxy() as proxy:
+        proxy.session.reply = lambda s: Reply(steps=[Delta("a", 1), 0.5, Delta("b", 1), ended()])
+        connection = open_request(proxy, "/v1/completions", prompt="x", stream=True)
+        eventually(lambda: proxy.session.submissions)
+        time.sleep(0.1)
+        proxy.server.should_exit = True
+        data = read_to_end(connection)
+    assert b'"text":"b"' in data
+    assert b"data: [DONE]\n\n" in data
+    assert proxy.session.aborted == []
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_shutdown_that_lasts_too_long_ends_streams_with_an_error(stream: bool) -> None:
+    with running_proxy(drain_seconds=1.0) as proxy:
+        proxy.session.reply = lambda s: Reply(steps=[Delta("a", 1), FOREVER])
+        connection = open_request(proxy, "/v1/completions", prompt="x", stream=stream)
+        eventually(lambda: proxy.session.submissions)
+        time.sleep(0.1)
+        proxy.server.should_exit = True
+        data = read_to_end(connection)
+    assert b'"code":"engine_down"' in data
+    assert data.startswith(b"HTTP/1.1 200" if stream else b"HTTP/1.1 503")
+    assert (b"data: [DONE]\n\n" in data) == stream
+    assert len(proxy.session.aborted) == 1
+
+
+def read_to_end(connection: socket.socket) -> bytes:
+    data = b""
+    while part := connection.recv(65536):
+        data += part
+    connection.close()
+    return data
