@@ -176,8 +176,8 @@ def sender(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> zmq.Socket
 class WorkerClient:
     """Starts the engine process and talks to it. One object is one process's life.
 
-    Any thread may send; one thread at a time may call `recv`. A worker that has died is noticed by
-    `alive` alone: look at it when `recv` returns None.
+    Any thread may send; one thread at a time may call `recv` and `close`. A worker that has died is
+    noticed by `alive` alone: look at it when `recv` returns None. What is sent to it is lost.
     """
 
     def __init__(self, settings: EngineSettings, *, python: str) -> None:
@@ -220,11 +220,12 @@ class WorkerClient:
 
     def _send(self, frames: Frames) -> None:
         with self._lock:
-            self._outbox.send_multipart(frames)
+            if not self._outbox.closed:
+                self._outbox.send_multipart(frames)
 
     def recv(self, timeout: float) -> Message | None:
         """The next message, or None after `timeout` seconds without one."""
-        if not self._inbox.poll(timeout * 1e3):
+        if not self._inbox.poll(round(timeout * 1e3)):
             return None
         return unpack_message(self._inbox.recv_multipart())
 
@@ -241,5 +242,6 @@ class WorkerClient:
                 self.process.wait(timeout)
             except subprocess.TimeoutExpired:
                 self.kill()
-        self._context.destroy(linger=0)
+        with self._lock:
+            self._context.destroy(linger=0)
         shutil.rmtree(self._folder, ignore_errors=True)

@@ -5,10 +5,26 @@ from __future__ import annotations
 import time
 from collections import deque
 
+from tridentlm.config import EngineSettings
 from tridentlm.core.plan import EngineStats, StepOutput, StepPlan
 from tridentlm.core.request import Limits, Request
 from tridentlm.core.runner import PendingStep, Runner
 from tridentlm.core.scheduler import Scheduler
+from tridentlm.hub import resolve_model
+from tridentlm.simulated import SimulatedRunner
+
+
+def build_runner(settings: EngineSettings) -> tuple[Runner, str]:
+    """The runner that `settings` ask for, and the name of what it runs.
+
+    Raises ModelNotFound or InvalidRequest when the model cannot be had or loaded.
+    """
+    if settings.runner == "simulated":
+        return SimulatedRunner(settings), settings.served_model_name or "simulated"
+    files = resolve_model(settings)
+    from tridentlm.runner import ModelRunner  # torch takes seconds: a wrong path fails before it
+
+    return ModelRunner(settings, files), files.name
 
 
 class Engine:
@@ -63,7 +79,7 @@ class Engine:
         return self.scheduler.drain()
 
     def shut_down(self) -> StepOutput | None:
-        """Aborts everything, waits for the steps in flight; returns the terminal outputs."""
+        """Aborts everything and waits for the steps in flight; returns the terminal outputs."""
         self.scheduler.abort_all()
         output = self.scheduler.drain()
         while self._launched:

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tridentlm.config import EngineSettings
-from tridentlm.core.plan import FROM_DEVICE, I32, StepPlan
+from tridentlm.core.plan import FROM_DEVICE, I32, I64, StepPlan
 from tridentlm.core.request import Limits
 
 VOCAB_SIZE = 49152
@@ -69,7 +69,7 @@ class SimulatedRunner:
 
 
 def next_tokens(
-    last: npt.NDArray[np.integer], positions: npt.NDArray[np.integer], seeds: npt.NDArray[np.uint64]
+    last: I32, positions: I64, seeds: npt.NDArray[np.uint64]
 ) -> I32:
     """The tokens, int32[n], that follow `last` at `positions`: a fixed mix of all three inputs."""
     mixed = last.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import faulthandler
+import logging
 import os
 import signal
 import sys
@@ -41,10 +42,8 @@ from tridentlm.channel import (
     unpack_request,
 )
 from tridentlm.config import EngineSettings
-from tridentlm.core.runner import Runner
-from tridentlm.engine import Engine
+from tridentlm.engine import Engine, build_runner
 from tridentlm.errors import InternalError, TridentError
-from tridentlm.simulated import SimulatedRunner
 
 ANCESTOR_SECONDS = 0.5
 LINGER_MS = 2000
@@ -92,7 +91,7 @@ class Worker:
         checked = True
         while True:
             busy = engine.has_work
-            if not self._inbox.poll(0 if busy else IDLE_SECONDS * 1e3) and not busy:
+            if not self._inbox.poll(0 if busy else round(IDLE_SECONDS * 1e3)) and not busy:
                 if not checked:
                     engine.check_integrity()
                     checked = True
@@ -140,18 +139,6 @@ def add_all(engine: Engine, frames: Frames) -> None:
             engine.fail(head["id"], f"The engine refused the request: {error}")
 
 
-def build_runner(settings: EngineSettings) -> tuple[Runner, str]:
-    """The runner, and the name of what it runs."""
-    if settings.runner == "simulated":
-        return SimulatedRunner(settings), settings.served_model_name or "simulated"
-    from tridentlm.hub import resolve_model
-
-    files = resolve_model(settings)
-    from tridentlm.runner import ModelRunner  # torch takes seconds: a wrong path fails before it
-
-    return ModelRunner(settings, files), files.name
-
-
 def as_trident_error(error: Exception) -> TridentError:
     if isinstance(error, TridentError):
         return error
@@ -177,6 +164,7 @@ def watch_ancestors(parent: int, grandparent: int, sockets: Sequence[Path]) -> N
 def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is the launcher's to handle
     faulthandler.enable()
+    logging.basicConfig(level=logging.INFO, format="engine: %(message)s")
     parser = argparse.ArgumentParser(prog="tridentlm.worker", description=__doc__)
     parser.add_argument("--endpoint-in", required=True, help="bound here: messages from the stub")
     parser.add_argument("--endpoint-out", required=True, help="connected to: messages to the stub")

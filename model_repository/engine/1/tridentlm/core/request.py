@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import enum
 import math
+import secrets
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -152,6 +154,34 @@ class Request:
     seed: int = 0
     stop_token_ids: frozenset[int] = frozenset()
     deadline: float = math.inf
+
+    @classmethod
+    def build(
+        cls,
+        id: int,
+        prompt: npt.NDArray[np.int32],
+        params: SamplingParams,
+        limits: Limits,
+        eos_token_ids: frozenset[int],
+    ) -> Request:
+        """The request that `params` describe, arriving now.
+
+        Raises InvalidRequest (or ContextLengthExceeded) if it can never be served.
+        """
+        limits.check_ids(prompt)
+        stops = frozenset(params.stop_token_ids)
+        return cls(
+            id=id,
+            prompt=prompt,
+            max_tokens=limits.resolve(len(prompt), params.max_tokens),
+            temperature=params.temperature,
+            top_p=params.top_p,
+            top_k=max(params.top_k, 0),
+            min_p=params.min_p,
+            seed=secrets.randbits(64) if params.seed is None else params.seed % 2**64,
+            stop_token_ids=stops if params.ignore_eos else stops | eos_token_ids,
+            deadline=math.inf if params.timeout is None else time.monotonic() + params.timeout,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,7 +71,7 @@ class SlotTable:
         self.computed[slot] = self.cached[slot] = cached
         self.deadline[slot] = request.deadline
         self.temperature[slot] = request.temperature
-        self.top_k[slot] = max(request.top_k, 0)
+        self.top_k[slot] = request.top_k
         self.top_p[slot] = request.top_p
         self.min_p[slot] = request.min_p
         self.seeds[slot] = request.seed

@@ -1,0 +1,80 @@
+"""What crosses the process border arrives as it left."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from tridentlm.channel import (
+    Failed,
+    Idle,
+    Message,
+    Ready,
+    Step,
+    pack_add,
+    pack_message,
+    split_add,
+    unpack_message,
+    unpack_request,
+)
+from tridentlm.core.plan import EngineStats, StepOutput
+from tridentlm.core.request import Request
+from tridentlm.errors import ContextLengthExceeded, ModelNotFound
+
+from tests.core.driver import make_limits
+
+STATS = EngineStats(1, 2, 3, 4, 5, 6, 7, 8, 9)
+
+
+def test_requests_arrive_whole_with_the_time_that_is_left() -> None:
+    sent = [
+        Request(2**62, np.array([5, 6, 7], np.int32), 9, 0.5, 0.9, 40, 0.1, 2**64 - 1),
+        Request(1, np.array([8], np.int32), 1, stop_token_ids=frozenset({3, 4}), deadline=110.0),
+    ]
+    heads = list(split_add(pack_add(sent, now=100.0)))
+    got = [unpack_request(head, ids, now=1000.0) for head, ids in heads]
+    for before, after in zip(sent, got, strict=True):
+        assert after.prompt.dtype == np.int32
+        assert after.prompt.tolist() == before.prompt.tolist()
+        for name in ("id", "max_tokens", "temperature", "top_p", "top_k", "min_p", "seed"):
+            assert getattr(after, name) == getattr(before, name)
+        assert after.stop_token_ids == before.stop_token_ids
+    assert [request.deadline for request in got] == [math.inf, 1010.0]
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Ready(make_limits(), frozenset({2, 0}), "tiny", "cpu", "float32", 1.5),
+        Idle(STATS),
+    ],
+)
+def test_values_arrive_equal(message: Message) -> None:
+    assert unpack_message(pack_message(message)) == message
+
+
+def test_step_arrives_with_arrays_and_dtypes() -> None:
+    output = StepOutput(
+        np.array([3, 2**40], np.int64),
+        np.array([17, -1], np.int32),
+        np.array([0, 4], np.uint8),
+        cached=[(3, 16)],
+        errors={2**40: "broken"},
+    )
+    got = unpack_message(pack_message(Step(output, STATS)))
+    assert isinstance(got, Step)
+    assert got.stats == STATS
+    for name in ("ids", "tokens", "finish"):
+        before, after = getattr(output, name), getattr(got.output, name)
+        assert after.dtype == before.dtype
+        assert after.tolist() == before.tolist()
+    assert (got.output.cached, got.output.errors) == (output.cached, output.errors)
+
+
+@pytest.mark.parametrize("error", [ModelNotFound("none here"), ContextLengthExceeded("too long")])
+def test_failure_keeps_class_and_text(error: ModelNotFound | ContextLengthExceeded) -> None:
+    got = unpack_message(pack_message(Failed(error)))
+    assert isinstance(got, Failed)
+    assert type(got.error) is type(error)
+    assert got.error.payload() == error.payload()

@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from tridentlm.config import EngineSettings
+from tridentlm.core.request import Request
+from tridentlm.engine import Engine
+from tridentlm.simulated import END_TOKEN, FIRST_TOKEN, SimulatedRunner
+
+from tests.engine.test_engine import run
+
+
+def make_engine(step_ms: float = 0.0, steps_in_flight: int = 1, **values: int) -> Engine:
+    settings = EngineSettings(runner="simulated", step_ms=step_ms, max_running=32, **values)
+    return Engine(SimulatedRunner(settings), steps_in_flight=steps_in_flight)
+
+
+def make_request(i: int, max_tokens: int, temperature: float = 1.0) -> Request:
+    prompt = np.arange(1, i % 50 + 2, dtype=np.int32)
+    return Request(i, prompt, max_tokens, seed=i, temperature=temperature)
+
+
+@pytest.mark.parametrize("steps_in_flight", [1, 2])
+def test_an_answer_does_not_depend_on_neighbours_chunks_or_pipelining(steps_in_flight: int) -> None:
+    crowd = make_engine(steps_in_flight=steps_in_flight, max_step_tokens=40)
+    for i in range(100):
+        crowd.add(make_request(i, 20))
+    together = run(crowd)
+    for i in (0, 31, 99):
+        alone = make_engine()
+        alone.add(make_request(i, 20))
+        assert run(alone)[i] == together[i]
+    tokens = {token for answer, _ in together.values() for token in answer}
+    assert len(tokens) > 1000
+    assert min(tokens) >= FIRST_TOKEN
+    assert max(tokens) < END_TOKEN
+
+
+def test_seed_matters_unless_greedy() -> None:
+    answers = []
+    for seed, temperature in ((1, 1.0), (2, 1.0), (1, 0.0), (2, 0.0)):
+        engine = make_engine()
+        prompt = np.array([7], np.int32)
+        engine.add(Request(1, prompt, 8, seed=seed, temperature=temperature))
+        answers.append(run(engine)[1][0])
+    assert answers[0] != answers[1]
+    assert answers[2] == answers[3]
+
+
+class Clock:
+    """Time that passes only in `sleep`."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.mark.parametrize("steps_in_flight", [1, 2])
+def test_steps_keep_an_ideal_cadence(steps_in_flight: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time that the host spends between steps of 5 ms is not added to them."""
+    clock = Clock()
+    monkeypatch.setattr("tridentlm.simulated.time", clock)
+    engine = make_engine(step_ms=5.0, steps_in_flight=steps_in_flight)
+    engine.add(make_request(1, 41))
+    ends = []
+    while engine.has_work:
+        if engine.step() is not None:
+            ends.append(clock.now)
+            clock.sleep(0.001)
+    assert np.diff(ends) == pytest.approx([0.005] * 40)
