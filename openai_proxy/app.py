@@ -18,6 +18,7 @@ from openai_proxy.errors import on_http_exception
 from openai_proxy.generate import GenerateEndpoint
 from openai_proxy.metrics import ProxyMetrics
 from openai_proxy.middleware import OPEN_PATHS, Gate
+from openai_proxy.parameters import IgnoredParameters
 from openai_proxy.protocol import parse_chat, parse_completion
 from openai_proxy.routes import router
 from openai_proxy.schemas import describe_posts
@@ -43,6 +44,7 @@ def create_app(settings: ProxySettings, session_factory: SessionFactory = open_s
     app.state.settings = settings
     app.state.session_factory = session_factory
     app.state.metrics = ProxyMetrics()
+    app.state.ignored = IgnoredParameters()
     for path, parse in ((CHAT_PATH, parse_chat), (COMPLETIONS_PATH, parse_completion)):
         endpoint = GenerateEndpoint(parse, settings, app.state)
         app.router.routes.insert(0, Route(path, endpoint, methods=["POST"]))

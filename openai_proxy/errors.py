@@ -24,6 +24,8 @@ class HttpError(TridentError):
         self.headers = dict(headers or {})
 
 
+_MAX_MESSAGE = 1000
+
 SHUTDOWN = "The proxy shuts down."
 
 
@@ -32,7 +34,10 @@ class ClientGone(Exception):
 
 
 def error_body(error: TridentError) -> bytes:
-    return orjson.dumps({"error": error.payload()})
+    """The body; a message that quotes megabytes of input is cut."""
+    payload = error.payload()
+    payload["message"] = payload["message"][:_MAX_MESSAGE]
+    return orjson.dumps({"error": payload})
 
 
 def error_headers(error: TridentError) -> dict[str, str]:

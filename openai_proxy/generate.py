@@ -30,20 +30,20 @@ from openai_proxy.sse import EventStream, error_event
 Parser = Callable[[Mapping[str, Any], str, float], Job]
 
 
-class HasSession(Protocol):
-    """The application's state."""
+class ProxyState(Protocol):
+    """The part of the application's state that both endpoints share."""
 
     session: SessionLike
+    ignored: IgnoredParameters
 
 
 class GenerateEndpoint:
     """Answers POSTs whose bodies `parse` understands."""
 
-    def __init__(self, parse: Parser, settings: ProxySettings, state: HasSession) -> None:
+    def __init__(self, parse: Parser, settings: ProxySettings, state: ProxyState) -> None:
         self._parse = parse
         self._settings = settings
         self._state = state
-        self._ignored = IgnoredParameters()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange: Exchange = scope["exchange"]
@@ -53,8 +53,9 @@ class GenerateEndpoint:
         job = self._parse(body, model, self._settings.timeout)
         headers: Headers = []
         if job.ignored:
-            self._ignored.note(job.ignored)
-            headers.append((b"x-tridentlm-ignored-params", self._ignored.header(job.ignored)))
+            self._state.ignored.note(job.ignored)
+            named = IgnoredParameters.header(job.ignored)
+            headers.append((b"x-tridentlm-ignored-params", named))
         gone = asyncio.ensure_future(_wait_disconnect(exchange.receive))
         streams: list[Stream] = []
         try:

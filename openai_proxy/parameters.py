@@ -23,6 +23,7 @@ SERVED = SAMPLING | {"model", "stream", "stream_options", "return_token_ids"}
 LABELS = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key"})
 _MAX_LOGGED = 1000
 _MAX_NAMED = 20
+_MAX_NAME = 64
 
 
 def _only(*values: Any) -> Callable[[Any], bool]:
@@ -105,7 +106,7 @@ class IgnoredParameters:
         for name in names:
             if name not in self._logged and len(self._logged) < _MAX_LOGGED:
                 self._logged.add(name)
-                log.warning("ignoring the unknown request parameter %r", name)
+                log.warning("ignoring the unknown request parameter %r", name[:_MAX_NAME])
 
     @staticmethod
     def header(names: Iterable[str]) -> bytes:
@@ -118,7 +119,7 @@ class IgnoredParameters:
 
 
 def _is_token(name: str) -> bool:
-    return 0 < len(name) <= 64 and name.isascii() and name.replace(".", "_").isidentifier()
+    return 0 < len(name) <= _MAX_NAME and name.isascii() and name.replace(".", "_").isidentifier()
 
 
 def refuse_unbuilt(body: Mapping[str, Any]) -> None:

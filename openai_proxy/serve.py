@@ -9,6 +9,7 @@ for `drain_seconds`, then closes the session, which aborts what is left.
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import signal
@@ -25,6 +26,8 @@ from uvicorn.supervisors import Multiprocess
 from openai_proxy.logs import configure_logging
 from openai_proxy.settings import ProxySettings
 
+log = logging.getLogger("openai_proxy")
+
 _WORKER_VARIABLE = "TRIDENTLM_PROXY_WORKER_SETTINGS"
 _METRICS_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 _KEEP_ALIVE_SECONDS = 75
@@ -36,7 +39,11 @@ def run_proxy(settings: ProxySettings) -> int:
     configure_logging(as_json=settings.log_json)
     os.environ[_WORKER_VARIABLE] = settings.to_json()
     config = server_config("openai_proxy.serve:worker_app", settings)
-    listener = _listen(settings)
+    try:
+        listener = _listen(settings)
+    except OSError as error:
+        log.error("cannot listen on %s:%d: %s", settings.host, settings.port, error)
+        return 1
     if settings.workers == 1:
         # The server raises the signal that ended it once more: not to be our exit status.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

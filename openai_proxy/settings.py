@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 import orjson
@@ -54,6 +55,10 @@ class ProxySettings:
             raise InvalidRequest(f"{name} must not be negative.", param=name)
         if bool(self.tls_cert) != bool(self.tls_key):
             raise InvalidRequest("tls_cert and tls_key go together.", param="tls_cert")
+        for name in ("tls_ca", "tls_cert", "tls_key"):
+            path = getattr(self, name)
+            if path and not Path(path).is_file():
+                raise InvalidRequest(f"{name}: there is no file {path}.", param=name)
 
     @property
     def max_body_bytes(self) -> int:

@@ -177,6 +177,13 @@ def test_a_50_mb_body_is_413(http: httpx.Client) -> None:
     check_error(response, 413, "invalid_request_error", None, "content_too_large")
 
 
+def test_a_huge_value_is_not_sent_back(http: httpx.Client) -> None:
+    for field in ("model", "stream", "temperature"):
+        response = http.post(CHAT, json={"messages": USER, field: "x" * 500_000})
+        assert response.status_code in (400, 404)
+        assert len(response.content) < 2000
+
+
 def test_a_chunked_body_without_a_length_is_limited_too(http: httpx.Client) -> None:
     def parts() -> Iterator[bytes]:
         for _ in range(40):

@@ -218,6 +218,7 @@ def test_settings_come_from_keywords_then_both_environments_then_defaults() -> N
         ({"TRIDENTLM_PROXY_TIMEOUT": "-1"}, "timeout"),
         ({"TRIDENTLM_PROXY_TLS_CERT": "a.pem"}, "tls_cert"),
         ({"TRIDENTLM_PROXY_MAX_BODY_MB": "0"}, "max_body_mb"),
+        ({"TRIDENTLM_PROXY_TLS_CA": "/no/such/file.pem"}, "tls_ca"),
     ],
 )
 def test_bad_settings_are_refused_by_name(environ: dict[str, str], param: str) -> None:

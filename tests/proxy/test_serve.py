@@ -112,4 +112,5 @@ def test_a_taken_port_is_an_error() -> None:
             [sys.executable, "-c", RUN, settings.to_json()], capture_output=True, text=True
         )
     assert child.returncode == 1
-    assert "in use" in child.stderr
+    assert "cannot listen" in child.stderr
+    assert "Traceback" not in child.stderr
