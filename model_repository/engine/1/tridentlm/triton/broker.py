@@ -81,8 +81,11 @@ class Broker:
         self._closing = True
         self._pump.join(timeout=5)
         self._fail_all(EngineDown("The server is shutting down."))
+        for session in self._open_sessions():
+            self.close_session(session.id)
         self._plain_sender.close()
         self._process.close()
+        self._metrics.close()
 
     # Requests
 

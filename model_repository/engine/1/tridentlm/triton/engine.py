@@ -6,6 +6,7 @@ child process (`tridentlm.worker`), so Triton's I/O never waits for them nor the
 
 from __future__ import annotations
 
+import gc
 import logging
 import sys
 import threading
@@ -87,7 +88,8 @@ class TritonPythonModel:
         except TridentError as error:
             raise pb_utils.TritonModelException(error.message) from error
         self._stop = threading.Event()
-        threading.Thread(target=self._probe, name="probe", daemon=True).start()
+        self._prober = threading.Thread(target=self._probe, name="probe", daemon=True)
+        self._prober.start()
 
     def is_ready(self) -> bool:
         """Asked by Triton from 26.03 on."""
@@ -112,7 +114,10 @@ class TritonPythonModel:
 
     def finalize(self) -> None:
         self._stop.set()
+        self._prober.join(timeout=2)
         self._broker.close()
+        del self._broker
+        gc.collect()  # senders left in cycles must go before the stub unmaps their memory
 
     def _generate(self, request: Any, op: str, responder: Any) -> None:
         ids = tensors.array(request, "input_ids")

@@ -54,18 +54,28 @@ class Metrics:
             name: self._family(name, text, "HISTOGRAM", buckets)
             for name, (text, buckets) in HISTOGRAMS.items()
         }
-        self._finished_family = pb_utils.MetricFamily(
+        finished = pb_utils.MetricFamily(
             name="tridentlm_request_finished_total",
             description="Requests that ended, by reason",
             kind=pb_utils.MetricFamily.COUNTER,
         )
+        self._families.append(finished)
         self._finished: dict[str, Any] = {}
         self._counts: Counter[str] = Counter()
         self._reasons: Counter[str] = Counter()
         self._observations: list[tuple[str, float]] = []
         self._busy_since: float | None = None
         self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        threading.Thread(target=self._publish, name="metrics", daemon=True).start()
+        self._thread = threading.Thread(target=self._publish, name="metrics", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends the thread and lets go of Triton's objects, which must not outlive the model:
+        their destructors use memory that the stub unmaps before the interpreter ends."""
+        self._outbox.put(None)
+        self._thread.join(timeout=2)
+        self._gauges = self._counters = self._histograms = self._finished = {}
+        self._families.clear()
 
     def first_token(self, seconds: float) -> None:
         self._observations.append(("time_to_first_token_seconds", seconds))
@@ -117,8 +127,8 @@ class Metrics:
         return family.Metric(labels=self._labels, buckets=buckets)
 
     def _publish(self) -> None:
-        while True:
-            gauges, counts, reasons, observations = self._outbox.get()
+        while (noted := self._outbox.get()) is not None:
+            gauges, counts, reasons, observations = noted
             for name, value in gauges.items():
                 self._gauges[name].set(value)
             for name, value in counts.items():
@@ -131,5 +141,5 @@ class Metrics:
     def _finished_metric(self, reason: str) -> Any:
         if reason not in self._finished:
             labels = {**self._labels, "reason": reason}
-            self._finished[reason] = self._finished_family.Metric(labels=labels)
+            self._finished[reason] = self._families[-1].Metric(labels=labels)
         return self._finished[reason]

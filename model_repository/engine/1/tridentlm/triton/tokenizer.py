@@ -133,6 +133,10 @@ class TritonPythonModel:
         value = source[given[0]]
         if given[0] == "messages":
             kwargs = source.get("chat_template_kwargs") or {}
+            if not isinstance(kwargs, dict):
+                raise InvalidRequest(
+                    "chat_template_kwargs must be an object.", param="chat_template_kwargs"
+                )
             return self._tokenizer.encode_chat(value, **kwargs)
         if given[0] == "prompt":
             if not isinstance(value, str):
