@@ -30,16 +30,16 @@ def serving(*args: str) -> Iterator[Service]:
         service.stop()
 
 
-def chat(service: Service, tokens: int = 5) -> httpx.Response:
+def chat(url: str, tokens: int = 5) -> httpx.Response:
     messages = [{"role": "user", "content": "Hello"}]
     body = {"messages": messages, "max_tokens": tokens, "ignore_eos": True}
-    return httpx.post(service.url + CHAT, json=body, timeout=30)
+    return httpx.post(url + CHAT, json=body, timeout=30)
 
 
-def answers(service: Service) -> bool:
+def answers(url: str) -> bool:
     try:
-        ready = httpx.get(service.url + "/health/ready", timeout=5).status_code == 200
-        return ready and chat(service).status_code == 200
+        ready = httpx.get(url + "/health/ready", timeout=5).status_code == 200
+        return ready and chat(url).status_code == 200
     except httpx.HTTPError:
         return False
 
@@ -51,7 +51,7 @@ def assert_nothing_is_left(service: Service, within: float = 3.0) -> None:
 def test_it_says_how_to_use_it_answers_and_ends_on_sigterm_within_8_seconds() -> None:
     with serving() as service:
         assert f"curl {service.url}{CHAT}" in service.output
-        answer = chat(service, tokens=7)
+        answer = chat(service.url, tokens=7)
         assert answer.status_code == 200
         assert answer.json()["usage"]["completion_tokens"] == 7
         code, seconds = service.end(signal.SIGTERM)
@@ -144,7 +144,7 @@ def test_killed_stubs_come_back_and_the_service_answers_again() -> None:
             stub.kill()
             line = f"{model}: back after"
             wait_until(lambda line=line: line in service.output, 30, f"{line}\n{service.output}")
-            assert wait_until(lambda: answers(service), 30, "answers") < 30
+            assert wait_until(lambda: answers(service.url), 30, "answers") < 30
             assert plain_client_is_served(service)
         regions = [p.cmdline()[2] for p in service.observe() if is_stub(p)]
         code, seconds = service.end(signal.SIGTERM)
