@@ -84,12 +84,16 @@ def _forget_dead_workers(directory: str) -> None:
             multiprocess.mark_process_dead(pid, directory)  # type: ignore[no-untyped-call]
 
 
-def engine_up_line(exposition: bytes, up: bool) -> bytes:
-    """`tridentlm_engine_up` by the proxy's knowledge, unless `exposition` (Triton's) carries it."""
-    if b"tridentlm_engine_up" in exposition:
-        return b""
-    return (
-        b"# HELP tridentlm_engine_up 1 while the engine process runs and takes requests.\n"
-        b"# TYPE tridentlm_engine_up gauge\n"
-        b"tridentlm_engine_up %d\n" % up
-    )
+def readiness_text(exposition: bytes, ready: bool) -> bytes:
+    """This worker's readiness, and `tridentlm_engine_up` unless `exposition` (Triton's) carries it.
+
+    Both are kept: what Triton says of an engine whose stub was killed is the last word of the dead.
+    """
+    text = _gauge("tridentlm_proxy_ready", "1 while the session serves requests.", ready)
+    if b"tridentlm_engine_up" not in exposition:
+        text += _gauge("tridentlm_engine_up", "1 while the engine process takes requests.", ready)
+    return text.encode()
+
+
+def _gauge(name: str, description: str, value: bool) -> str:
+    return f"# HELP {name} {description}\n# TYPE {name} gauge\n{name} {int(value)}\n"

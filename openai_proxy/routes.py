@@ -11,7 +11,7 @@ from fastapi.responses import Response
 from tridentlm import __version__
 from tridentlm.errors import EngineDown
 
-from openai_proxy.metrics import ProxyMetrics, engine_up_line
+from openai_proxy.metrics import ProxyMetrics, readiness_text
 from openai_proxy.protocol import unknown_model
 from openai_proxy.sessions import SessionLike, served_model, unready_reason
 from openai_proxy.settings import ProxySettings
@@ -83,8 +83,8 @@ async def metrics(request: Request) -> Response:
     settings: ProxySettings = state.settings
     own: ProxyMetrics = state.metrics
     triton = await _scrape(settings.triton_metrics) if settings.triton_metrics else b""
-    up = unready_reason(_session(request)) is None
-    return Response(triton + engine_up_line(triton, up) + own.render(), media_type=_EXPOSITION)
+    ready = unready_reason(_session(request)) is None
+    return Response(triton + readiness_text(triton, ready) + own.render(), media_type=_EXPOSITION)
 
 
 async def _scrape(url: str) -> bytes:

@@ -91,10 +91,11 @@ def test_unknown_paths_share_one_label(http: httpx.Client) -> None:
     assert 'route="other",status="404"' in text
 
 
-def test_engine_up_follows_the_session(http: httpx.Client, session: FakeSession) -> None:
-    assert samples(http.get("/metrics").text)["tridentlm_engine_up[]"] == 1
-    session.ready = False
-    assert samples(http.get("/metrics").text)["tridentlm_engine_up[]"] == 0
+def test_engine_up_and_ready_follow_the_session(http: httpx.Client, session: FakeSession) -> None:
+    for ready in (True, False):
+        session.ready = ready
+        found = samples(http.get("/metrics").text)
+        assert found["tridentlm_engine_up[]"] == found["tridentlm_proxy_ready[]"] == ready
 
 
 class TritonMetrics(BaseHTTPRequestHandler):
