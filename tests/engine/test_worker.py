@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import textwrap
 import threading
 import time
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ import pytest
 import tridentlm.worker
 import zmq
 from tridentlm.channel import (
+    HELLO,
     Failed,
     Idle,
     Message,
@@ -156,6 +156,12 @@ def test_stop_ends_what_runs_says_so_and_exits_cleanly(ears: Ears) -> None:
     assert ears.client.process.wait(SECONDS) == 0
 
 
+def test_no_file_is_left_once_the_engine_is_ready(ears: Ears) -> None:
+    assert not ears.client._folder.exists()
+    ears.client.add([request(1)])
+    ears.hear_until_ended(1)
+
+
 def test_killed_process_is_noticed_and_its_successor_serves(ears: Ears) -> None:
     ears.client.add([request(1, max_tokens=8000)])
     ears.hear()
@@ -206,20 +212,21 @@ import sys, time
 from tridentlm.channel import WorkerClient
 from tridentlm.config import EngineSettings
 client = WorkerClient(EngineSettings(runner="simulated"), python=sys.executable)
-assert client.recv(20) is not None
+assert sys.argv[1] == "loading" or client.recv(20) is not None
 print(client.process.pid, client._folder, flush=True)
 time.sleep(60)
 """
 
 SERVER = """
 import subprocess, sys
-subprocess.run([sys.executable, "-c", sys.argv[1]])
+subprocess.run([sys.executable, "-c", *sys.argv[1:]])
 """
 
 
+@pytest.mark.parametrize("state", ["loading", "ready"])
 @pytest.mark.parametrize("killed", ["stub", "server"])
-def test_death_of_stub_or_server_ends_the_engine_process(killed: str) -> None:
-    command = [sys.executable, "-c", textwrap.dedent(SERVER), STUB]
+def test_death_of_stub_or_server_ends_the_engine_process(killed: str, state: str) -> None:
+    command = [sys.executable, "-c", SERVER, STUB, state]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert server.stdout is not None
@@ -227,7 +234,7 @@ def test_death_of_stub_or_server_ends_the_engine_process(killed: str) -> None:
         stub = psutil.Process(int(pid)).parent()
         assert stub is not None
         (stub if killed == "stub" else server).kill()
-        assert wait_until_gone(int(pid)) < 2.0
+        assert wait_until_gone(int(pid)) < 5.0
         assert not Path(folder).exists()
         if killed == "server":
             stub.kill()
@@ -262,6 +269,7 @@ def test_failing_step_answers_every_request_and_ends_the_process(
     thread = threading.Thread(target=lambda: codes.append(worker.run(settings)))
     thread.start()
     try:
+        outbox.send_multipart([HELLO])
         assert isinstance(unpack_message(inbox.recv_multipart()), Ready)
         outbox.send_multipart(pack_add([request(i) for i in range(5)], time.monotonic()))
         errors: dict[int, str] = {}

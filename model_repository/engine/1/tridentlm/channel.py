@@ -6,6 +6,8 @@
 
 Each receiver binds and each sender connects: a connected socket without high-water mark queues
 without end, so neither side ever blocks on a send, also while the other starts, is slow or is dead.
+The worker says `ready` after it has heard `hello`: both ways are open then, and the sockets' files
+are removed, so that no death leaves any behind.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from tridentlm.core.plan import I32, EngineStats, StepOutput
 from tridentlm.core.request import Limits, Request
 from tridentlm.errors import TridentError, from_payload
 
-ADD, ABORT, FLUSH, STOP = b"add", b"abort", b"flush", b"stop"
+HELLO, ADD, ABORT, FLUSH, STOP = b"hello", b"add", b"abort", b"flush", b"stop"
 READY, FAILED, STEP, IDLE = b"ready", b"failed", b"step", b"idle"
 
 Frames = list[bytes]
@@ -199,6 +201,7 @@ class WorkerClient:
         self.process = subprocess.Popen(
             arguments, env={**os.environ, "PYTHONPATH": path}, stdin=subprocess.DEVNULL
         )
+        self._send([HELLO])
 
     @property
     def alive(self) -> bool:
@@ -227,7 +230,10 @@ class WorkerClient:
         """The next message, or None after `timeout` seconds without one."""
         if not self._inbox.poll(round(timeout * 1e3)):
             return None
-        return unpack_message(self._inbox.recv_multipart())
+        message = unpack_message(self._inbox.recv_multipart())
+        if isinstance(message, Ready):
+            self._remove_files()
+        return message
 
     def kill(self) -> None:
         """Ends the process at once; returns when it is gone."""
@@ -244,4 +250,7 @@ class WorkerClient:
                 self.kill()
         with self._lock:
             self._context.destroy(linger=0)
+        self._remove_files()
+
+    def _remove_files(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)

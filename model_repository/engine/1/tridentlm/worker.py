@@ -27,6 +27,7 @@ from tridentlm.channel import (
     ABORT,
     ADD,
     FLUSH,
+    HELLO,
     IDLE_SECONDS,
     STOP,
     Failed,
@@ -66,6 +67,8 @@ class Worker:
             self._send(Failed(as_trident_error(error)))
             return 1
         engine = Engine(runner, steps_in_flight=settings.steps_in_flight)
+        hello = self._inbox.recv_multipart()
+        assert hello == [HELLO], "the stub speaks first"
         self._send(
             Ready(
                 limits=runner.limits,
