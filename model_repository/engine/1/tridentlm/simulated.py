@@ -68,9 +68,7 @@ class SimulatedRunner:
         pass
 
 
-def next_tokens(
-    last: I32, positions: I64, seeds: npt.NDArray[np.uint64]
-) -> I32:
+def next_tokens(last: I32, positions: I64, seeds: npt.NDArray[np.uint64]) -> I32:
     """The tokens, int32[n], that follow `last` at `positions`: a fixed mix of all three inputs."""
     mixed = last.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     mixed ^= positions.astype(np.uint64) * np.uint64(0xC2B2AE3D27D4EB4F)
