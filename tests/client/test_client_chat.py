@@ -146,6 +146,7 @@ def test_at_a_terminal_ctrl_c_stops_an_answer_and_ctrl_d_leaves() -> None:
             os.write(master, b"again\r")
             shown.wait_for("u:again")
             shown.wait_for("tokens/s")
+            shown.wait_for(PROMPT)
             os.write(master, b"\x04")
             assert process.wait(20) == 0
         finally:
