@@ -71,7 +71,7 @@ def resolve_settings(
         text = environ.get(PREFIX + spec.name.upper()) or parameters.get(spec.name, "")
         if text == "":
             continue
-        kind = type(spec.default)
+        kind: Any = type(spec.default)
         try:
             values[spec.name] = kind(text)
         except ValueError:

@@ -44,7 +44,7 @@ class TridentError(Exception):
 class InvalidRequest(TridentError):
     status = 400
     type = "invalid_request_error"
-    default_code = None
+    default_code: str | None = None
 
 
 class ContextLengthExceeded(InvalidRequest):

@@ -1,20 +1,18 @@
-"""The engine model without Triton: requests in, the engine process behind, text out.
+"""The engine model without Triton: admission, and what a client can ask of a running server.
 
     execute() --submit, generate, ack, abort--> Broker --adds, aborts--> engine process
-                                                  ^                          |
-    sessions' frames, plain responses <-- pump thread <-- one message a step-'
+                                                  |                          |
+                                                Ledger                       v one message a step
+    sessions' frames, plain responses <------------------------------------ Pump
 
-Threads: Triton's (enters through the public methods), the pump (receives, detokenizes, sends
-frames, looks after sessions and the process) and the plain sender. `_lock` guards the maps of
-streams and sessions; only the pump touches a stream's text.
+Threads: Triton's (enters here), the pump and the plain sender.
 """
 
 from __future__ import annotations
 
 import itertools
-import logging
+import math
 import os
-import threading
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -23,24 +21,24 @@ import numpy as np
 import numpy.typing as npt
 
 from tridentlm import __version__
-from tridentlm.channel import Step
 from tridentlm.config import EngineSettings
 from tridentlm.core.request import Request, SamplingParams
-from tridentlm.errors import EngineDown, InternalError, InvalidRequest, TridentError
-from tridentlm.protocol import STATUS_SECONDS, TOMBSTONE_SECONDS, VERSION
+from tridentlm.errors import EngineDown, InvalidRequest, TridentError
+from tridentlm.protocol import VERSION
 from tridentlm.text import Tokenizer
+from tridentlm.triton.ledger import Key, Ledger
 from tridentlm.triton.metrics import Metrics
 from tridentlm.triton.plain import PlainRequest, PlainResponder, PlainSender
 from tridentlm.triton.process import EngineProcess
-from tridentlm.triton.sessions import FrameSender, Session
+from tridentlm.triton.pump import Pump
+from tridentlm.triton.sessions import FrameSender
 from tridentlm.triton.streams import Outlet, TextStream
 
-TICK_SECONDS = 0.1
 Ids = npt.NDArray[np.int32]
 
 
 class Broker:
-    """Owns every request between its acceptance and its one terminal output."""
+    """Decides what is accepted; from then on a request has exactly one terminal output."""
 
     def __init__(
         self,
@@ -50,23 +48,14 @@ class Broker:
         process: EngineProcess,
         metrics: Metrics,
     ) -> None:
-        self._settings = settings
         self._model = model
         self._tokenizer = tokenizer
         self._process = process
         self._metrics = metrics
-        self._lock = threading.RLock()
-        self._streams: dict[int, TextStream] = {}
-        self._keys: dict[tuple[str, str], TextStream] = {}
-        self._sessions: dict[str, Session] = {}
-        self._tombstones: dict[tuple[str, str], float] = {}
+        self._ledger = Ledger()
         self._numbers = itertools.count(1)
-        self._draining_since: float | None = None
-        self._status_due = 0.0
-        self._announced: tuple[bool, bool] = (False, False)
-        self._plain_sender = PlainSender(self._abort_stream)
-        self._closing = False
-        self._pump = threading.Thread(target=self._run, name="pump", daemon=True)
+        self._plain_sender = PlainSender(lambda stream: process.abort([stream.id]))
+        self._pump = Pump(settings, self._ledger, process, metrics, self.status)
 
     def start(self) -> None:
         """Starts the engine process and the pump; returns when the engine can take requests.
@@ -77,17 +66,11 @@ class Broker:
         self._pump.start()
 
     def close(self) -> None:
-        """Ends every request with an error, the threads and the engine process."""
-        self._closing = True
-        self._pump.join(timeout=5)
-        self._fail_all(EngineDown("The server is shutting down."))
-        for session in self._open_sessions():
-            self.close_session(session.id)
+        """Ends every request with an error, every session, the threads and the engine process."""
+        self._pump.close()
         self._plain_sender.close()
         self._process.close()
         self._metrics.close()
-
-    # Requests
 
     def submit(self, session_id: str, entries: Sequence[dict[str, Any]], ids: Ids) -> list[Any]:
         """Takes a session's requests; for each {"uid", "prompt_tokens"} or {"uid", "error"}.
@@ -95,14 +78,15 @@ class Broker:
         `entries[i]` is {"uid", "n", "sampling", "return_token_ids"} and owns the next n of `ids`,
         or {"uid", "error"} when the tokenizer already refused it.
         """
-        with self._lock:
-            session = self._sessions.get(session_id)
-        if session is None:
-            raise InvalidRequest("This session is not open.", param="session", code="no_session")
         outcomes: list[dict[str, Any]] = []
-        accepted: list[tuple[Request, TextStream]] = []
+        accepted: list[Request] = []
         offset = 0
-        with self._lock:
+        with self._ledger.lock:
+            session = self._ledger.session(session_id)
+            if session is None:
+                raise InvalidRequest(
+                    "This session is not open.", param="session", code="no_session"
+                )
             for entry in entries:
                 uid = str(entry["uid"])
                 if "error" in entry:
@@ -110,21 +94,15 @@ class Broker:
                     continue
                 prompt = ids[offset : offset + entry["n"]]
                 offset += entry["n"]
+                key, keep_ids = (session_id, uid), entry["return_token_ids"]
                 try:
-                    pair = self._admit(
-                        (session_id, uid),
-                        prompt,
-                        entry["sampling"],
-                        session,
-                        entry["return_token_ids"],
-                    )
+                    request, _ = self._admit(key, prompt, entry["sampling"], session, keep_ids)
                 except TridentError as error:
                     outcomes.append({"uid": uid, "error": error.payload()})
                     continue
-                session.streams[uid] = pair[1]
-                accepted.append(pair)
+                accepted.append(request)
                 outcomes.append({"uid": uid, "prompt_tokens": len(prompt)})
-            self._process.add([request for request, _ in accepted])
+            self._process.add(accepted)
         return outcomes
 
     def generate(
@@ -138,43 +116,75 @@ class Broker:
     ) -> None:
         """Takes a plain request, whose responses go to `responder`. Raises a TridentError."""
         outlet = PlainRequest(responder, self._plain_sender, streaming=streaming, relayed=relayed)
-        with self._lock:
+        with self._ledger.lock:
             key = ("", f"plain-{next(self._numbers)}")
-            request, stream = self._admit(key, ids, sampling, outlet, keep_ids=True)
-            outlet.stream = stream
+            request, outlet.stream = self._admit(key, ids, sampling, outlet, keep_ids=True)
             self._plain_sender.track(outlet)
             self._process.add([request])
 
     def abort(self, session_id: str, uids: Sequence[str]) -> None:
         """Ends requests early. An unknown uid may still be on its way: it is remembered a while."""
-        with self._lock:
+        with self._ledger.lock:
             for uid in uids:
-                stream = self._keys.get((session_id, uid))
-                if stream is not None:
-                    self._process.abort([stream.id])
+                stream = self._ledger.find((session_id, uid))
+                if stream is None:
+                    self._ledger.note_early_abort((session_id, uid))
                 else:
-                    self._tombstones[session_id, uid] = time.monotonic() + TOMBSTONE_SECONDS
+                    self._process.abort([stream.id])
 
     def passed(self, count: int) -> None:
         """The relay has passed on `count` responses of plain requests."""
         self._plain_sender.passed(count)
 
+    def open_session(self, session_id: str, sender: FrameSender) -> None:
+        """Opens a session, or moves an open one to a new stream."""
+        if self._pump.draining:
+            raise EngineDown("The server is shutting down.", code="draining")
+        self._ledger.open_session(session_id, sender)
+        self._pump.announce()
+
+    def acknowledge(self, session_id: str, seq: int) -> None:
+        session = self._ledger.session(session_id)
+        if session is not None:
+            session.acknowledge(seq, time.monotonic())
+
+    def close_session(self, session_id: str) -> None:
+        self._pump.close_session(session_id)
+
+    def drain(self) -> None:
+        """No new requests; running ones finish, at most `drain_seconds`; then sessions end."""
+        self._pump.drain()
+
+    def flush_cache(self) -> None:
+        self._process.flush_cache()
+
+    def status(self) -> dict[str, Any]:
+        """What `op=status` answers and sessions hear once a second."""
+        return {
+            "protocol": VERSION,
+            "version": __version__,
+            "model": self._model,
+            "up": self._process.up,
+            "draining": self._pump.draining,
+            "sessions": len(self._ledger.sessions()),
+            "unfinished": len(self._ledger),
+            **self._process.describe(),
+        }
+
     def _admit(
         self,
-        key: tuple[str, str],
+        key: Key,
         prompt: Ids,
         sampling: dict[str, Any],
         outlet: Outlet,
         keep_ids: bool,
     ) -> tuple[Request, TextStream]:
-        """Checks one request and enters it in the maps. Raises a TridentError; holds `_lock`."""
-        if key in self._keys:
+        """Checks one request and enters it in the ledger. Raises a TridentError."""
+        if self._ledger.find(key) is not None:
             raise InvalidRequest(f"The uid {key[1]} is in use.", param="uid")
-        if not self._process.up:
-            raise EngineDown("The engine is starting again; try in a moment.")
-        if self._draining_since is not None:
+        if self._pump.draining:
             raise EngineDown("The server is shutting down.", code="draining")
-        if self._tombstones.pop(key, None) is not None:
+        if self._ledger.take_early_abort(key):
             raise InvalidRequest("The request was aborted before it arrived.", code="aborted")
         if not isinstance(sampling, dict):
             raise InvalidRequest("sampling must be a JSON object.", param="sampling")
@@ -182,7 +192,7 @@ class Broker:
         limits = self._process.limits
         limits.check_ids(prompt)
         max_tokens = limits.resolve(len(prompt), params.max_tokens)
-        limits.check_queue(len(self._streams))
+        limits.check_queue(len(self._ledger))
         now = time.monotonic()
         stops = frozenset(params.stop_token_ids)
         request = Request(
@@ -195,192 +205,20 @@ class Broker:
             min_p=params.min_p,
             seed=_random_seed() if params.seed is None else params.seed % 2**64,
             stop_token_ids=stops if params.ignore_eos else stops | self._process.eos_token_ids,
-            deadline=now + params.timeout if params.timeout else float("inf"),
+            deadline=math.inf if params.timeout is None else now + params.timeout,
         )
-        detokenizer = self._tokenizer.detokenizer(params.skip_special_tokens)
         stream = TextStream(
             request.id,
             key[1],
             outlet,
             len(prompt),
             params,
-            detokenizer,
+            self._tokenizer.detokenizer(params.skip_special_tokens),
             arrived=now,
             keep_ids=keep_ids,
         )
-        self._streams[stream.id] = self._keys[key] = stream
+        self._ledger.enter(key, stream)
         return request, stream
-
-    def _abort_stream(self, stream: TextStream) -> None:
-        with self._lock:
-            self._process.abort([stream.id])
-
-    # Sessions
-
-    def open_session(self, session_id: str, sender: FrameSender) -> None:
-        """Opens a session, or moves an open one to a new stream."""
-        now = time.monotonic()
-        with self._lock:
-            session = self._sessions.get(session_id)
-            if session is not None:
-                session.move_to(sender, now)
-            elif self._draining_since is not None:
-                raise EngineDown("The server is shutting down.", code="draining")
-            else:
-                self._sessions[session_id] = Session(session_id, sender, now)
-                self._status_due = 0.0
-
-    def acknowledge(self, session_id: str, seq: int) -> None:
-        with self._lock:
-            session = self._sessions.get(session_id)
-        if session is not None:
-            session.acknowledge(seq, time.monotonic())
-
-    def close_session(self, session_id: str) -> None:
-        """Forgets the session and aborts its requests."""
-        with self._lock:
-            session = self._sessions.pop(session_id, None)
-            if session is not None:
-                self._process.abort([stream.id for stream in session.streams.values()])
-        if session is not None:
-            session.finish()
-
-    # The server
-
-    def drain(self) -> None:
-        """No new requests; running ones finish, at most `drain_seconds`; then sessions end."""
-        with self._lock:
-            if self._draining_since is None:
-                self._draining_since = time.monotonic()
-
-    def flush_cache(self) -> None:
-        with self._lock:
-            self._process.flush_cache()
-
-    def status(self) -> dict[str, Any]:
-        """What `op=status` answers and sessions hear once a second."""
-        with self._lock:
-            return {
-                "protocol": VERSION,
-                "version": __version__,
-                "model": self._model,
-                "up": self._process.up,
-                "draining": self._draining_since is not None,
-                "sessions": len(self._sessions),
-                "unfinished": len(self._streams),
-                **self._process.describe(),
-            }
-
-    # The pump
-
-    def _run(self) -> None:
-        next_tick = 0.0
-        while not self._closing:
-            event = self._process.receive(TICK_SECONDS)
-            if isinstance(event, Step):
-                self._take_step(event)
-            elif event is not None:
-                self._fail_all(event)
-            now = time.monotonic()
-            if now >= next_tick:
-                next_tick = now + TICK_SECONDS
-                self._tick(now)
-
-    def _take_step(self, step: Step) -> None:
-        """One engine step: text for every row, then one frame for every session with news."""
-        streams, output = self._streams, step.output
-        now = time.monotonic()
-        for id, cached_tokens in output.cached:
-            if (stream := streams.get(id)) is not None:
-                stream.set_cached(cached_tokens)
-                self._metrics.first_token(now - stream.arrived)
-        sessions: set[Session] = set()
-        ended: list[TextStream] = []
-        rows = zip(output.ids.tolist(), output.tokens.tolist(), output.finish.tolist(), strict=True)
-        for id, token, finish in rows:
-            stream = streams.get(id)
-            if stream is None:
-                continue
-            if id in output.errors:
-                stream.fail(InternalError(output.errors[id]))
-            stream.feed(token, finish)
-            if stream.end is not None:
-                ended.append(stream)
-                if not finish:
-                    self._abort_stream(stream)
-            outlet = stream.outlet
-            outlet.mark(stream)
-            if isinstance(outlet, Session):
-                sessions.add(outlet)
-        self._forget(ended)
-        for session in sessions:
-            self._flush(session)
-        self._metrics.step(step, now)
-        self._metrics.ended(ended, now)
-
-    def _forget(self, ended: Sequence[TextStream]) -> None:
-        with self._lock:
-            for stream in ended:
-                self._streams.pop(stream.id, None)
-                outlet = stream.outlet
-                if isinstance(outlet, Session):
-                    outlet.streams.pop(stream.uid, None)
-                    self._keys.pop((outlet.id, stream.uid), None)
-                else:
-                    self._keys.pop(("", stream.uid), None)
-
-    def _fail_all(self, error: TridentError) -> None:
-        with self._lock:
-            streams = list(self._streams.values())
-        for stream in streams:
-            stream.fail(error)
-            stream.outlet.mark(stream)
-        self._forget(streams)
-        for session in self._open_sessions():
-            self._flush(session)
-        self._metrics.ended(streams, time.monotonic())
-
-    def _flush(self, session: Session, status: dict[str, Any] | None = None) -> None:
-        try:
-            session.flush(status)
-        except Exception:
-            logging.exception("session %s cannot be sent to: closing it", session.id)
-            self.close_session(session.id)
-
-    def _open_sessions(self) -> list[Session]:
-        with self._lock:
-            return list(self._sessions.values())
-
-    def _tick(self, now: float) -> None:
-        """Housekeeping, ten times a second: gone sessions, status frames, draining, metrics."""
-        for session in self._open_sessions():
-            silent = now - session.last_heard > self._settings.session_timeout
-            if silent or session.is_cancelled():
-                self.close_session(session.id)
-        with self._lock:
-            self._tombstones = {k: t for k, t in self._tombstones.items() if t > now}
-        state = (self._process.up, self._draining_since is not None)
-        if now >= self._status_due or state != self._announced:
-            self._status_due, self._announced = now + STATUS_SECONDS, state
-            status = self.status()
-            self._metrics.status(status)
-            for session in self._open_sessions():
-                self._flush(session, status)
-        else:
-            for session in self._open_sessions():
-                self._flush(session)
-        if self._draining_since is not None:
-            self._drain_further(now)
-
-    def _drain_further(self, now: float) -> None:
-        with self._lock:
-            waited = now - (self._draining_since or now)
-            if self._streams and waited > self._settings.drain_seconds:
-                self._process.abort(list(self._streams))
-        if not self._streams or waited > self._settings.drain_seconds + 2:
-            self._fail_all(EngineDown("The server is shutting down.", code="draining"))
-            for session in self._open_sessions():
-                self.close_session(session.id)
 
 
 def _random_seed() -> int:

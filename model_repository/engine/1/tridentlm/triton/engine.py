@@ -97,15 +97,15 @@ class TritonPythonModel:
 
     def execute(self, requests: list[Any]) -> None:
         for request in requests:
-            responder = None
+            responder: tensors.Responder | None = None
             try:
                 op = tensors.string(request, "op") or Op.GENERATE
-                plain = op in (Op.GENERATE, Op.RELAYED)
-                responder = OutputResponder(request) if plain else FrameResponder(request)
-                if plain:
-                    self._generate(request, op, responder)
+                if op in (Op.GENERATE, Op.RELAYED):
+                    responder = output = OutputResponder(request)
+                    self._generate(request, op, output)
                 else:
-                    self._control(request, op, responder)
+                    responder = frames = FrameResponder(request)
+                    self._control(request, op, frames)
             except Exception as error:
                 if not isinstance(error, TridentError):
                     logging.exception("a request failed")
@@ -119,7 +119,7 @@ class TritonPythonModel:
         del self._broker
         gc.collect()  # senders left in cycles must go before the stub unmaps their memory
 
-    def _generate(self, request: Any, op: str, responder: Any) -> None:
+    def _generate(self, request: Any, op: str, responder: OutputResponder) -> None:
         ids = tensors.array(request, "input_ids")
         if ids is None:
             raise InvalidRequest("input_ids is missing.", param="input_ids")
@@ -134,7 +134,7 @@ class TritonPythonModel:
             ids, sampling, responder, streaming=streaming, relayed=op == Op.RELAYED
         )
 
-    def _control(self, request: Any, op: str, responder: Any) -> None:
+    def _control(self, request: Any, op: str, responder: FrameResponder) -> None:
         parameters = tensors.parameters(request)
         session = str(parameters.get("session", ""))
         broker = self._broker
@@ -174,9 +174,13 @@ class TritonPythonModel:
         """Drains once Triton no longer routes to this model: nobody tells it that it must end.
 
         `finalize` waits for open requests, so open sessions would hold up the server's exit.
+        A server that still loads other models refuses too: only a refusal after a success counts.
         """
+        served = False
         while not self._stop.wait(PROBE_SECONDS):
-            if self._refused():
+            refused = self._refused()
+            served = served or not refused
+            if refused and served:
                 logging.info("the server is stopping or unloading %s: draining", self._name)
                 self._broker.drain()
                 return

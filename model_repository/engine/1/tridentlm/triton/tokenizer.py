@@ -57,7 +57,9 @@ def read_options(request: Any) -> dict[str, Any]:
         if values is not None and values.size:
             given[name] = values[0].item()
     sampling = tensors.json_object(given.pop("sampling", None) or "{}", "sampling")
-    options = {name: given.pop(name) for name in ("text_input", "messages") if name in given}
+    options: dict[str, Any] = {
+        name: given.pop(name) for name in ("text_input", "messages") if name in given
+    }
     options["stream"] = given.pop("stream", True)
     options["sampling"] = sampling | given
     return options

@@ -1,0 +1,171 @@
+"""The pump: the thread between the engine process and the clients.
+
+    one message a step --> text for every row --> one frame for every session with news
+                                              `-> plain requests: to their own sender thread
+
+It also does the housekeeping: sessions that have gone, status frames, draining.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from tridentlm.channel import Step
+from tridentlm.config import EngineSettings
+from tridentlm.errors import EngineDown, InternalError, TridentError
+from tridentlm.protocol import STATUS_SECONDS
+from tridentlm.triton.ledger import Ledger
+from tridentlm.triton.metrics import Metrics
+from tridentlm.triton.process import EngineProcess
+from tridentlm.triton.sessions import Session
+from tridentlm.triton.streams import TextStream
+
+TICK_SECONDS = 0.1
+DRAIN_SLACK_SECONDS = 2.0
+
+
+class Pump:
+    """Only this thread feeds streams and sends frames. `status` gives what sessions are told."""
+
+    def __init__(
+        self,
+        settings: EngineSettings,
+        ledger: Ledger,
+        process: EngineProcess,
+        metrics: Metrics,
+        status: Callable[[], dict[str, Any]],
+    ) -> None:
+        self._settings = settings
+        self._ledger = ledger
+        self._process = process
+        self._metrics = metrics
+        self._status = status
+        self._status_due = 0.0
+        self._announced: tuple[bool, bool] | None = None
+        self._draining_since: float | None = None
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="pump", daemon=True)
+
+    @property
+    def draining(self) -> bool:
+        return self._draining_since is not None
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def drain(self) -> None:
+        """Running requests may finish, at most `drain_seconds`; then every session ends."""
+        if self._draining_since is None:
+            self._draining_since = time.monotonic()
+
+    def announce(self) -> None:
+        """A session has opened and waits for its first status."""
+        self._status_due = 0.0
+
+    def close(self) -> None:
+        """Ends the thread, then every request with an error, then every session."""
+        self._closing = True
+        self._thread.join(timeout=5)
+        self._end_all(EngineDown("The server is shutting down.", code="draining"))
+
+    def close_session(self, session_id: str) -> None:
+        """Forgets the session and aborts its requests."""
+        streams = self._ledger.close_session(session_id)
+        self._process.abort([stream.id for stream in streams])
+
+    def _run(self) -> None:
+        next_tick = 0.0
+        while not self._closing:
+            event = self._process.receive(TICK_SECONDS)
+            if isinstance(event, Step):
+                self._take_step(event)
+            elif event is not None:
+                self._fail_all(event)
+            now = time.monotonic()
+            if now >= next_tick:
+                next_tick = now + TICK_SECONDS
+                self._tick(now)
+
+    def _take_step(self, step: Step) -> None:
+        ledger, output = self._ledger, step.output
+        now = time.monotonic()
+        for id, cached_tokens in output.cached:
+            if (stream := ledger.get(id)) is not None:
+                stream.set_cached(cached_tokens)
+                self._metrics.first_token(now - stream.arrived)
+        sessions: set[Session] = set()
+        ended: list[TextStream] = []
+        rows = zip(output.ids.tolist(), output.tokens.tolist(), output.finish.tolist(), strict=True)
+        for id, token, finish in rows:
+            stream = ledger.get(id)
+            if stream is None:  # ended by a stop string; the engine hears of it a step later
+                continue
+            if id in output.errors:
+                stream.fail(InternalError(output.errors[id]))
+            stream.feed(token, finish)
+            if stream.end is not None:
+                ended.append(stream)
+                if not finish:
+                    self._process.abort([id])
+            outlet = stream.outlet
+            outlet.mark(stream)
+            if isinstance(outlet, Session):
+                sessions.add(outlet)
+        ledger.forget(ended)
+        for session in sessions:
+            self._flush(session)
+        self._metrics.step(step, now)
+        self._metrics.ended(ended, now)
+
+    def _fail_all(self, error: TridentError) -> None:
+        streams = self._ledger.streams()
+        for stream in streams:
+            stream.fail(error)
+            stream.outlet.mark(stream)
+        self._ledger.forget(streams)
+        self._flush_all()
+        self._metrics.ended(streams, time.monotonic())
+
+    def _end_all(self, error: TridentError) -> None:
+        self._fail_all(error)
+        for session in self._ledger.sessions():
+            self.close_session(session.id)
+
+    def _flush(self, session: Session, status: dict[str, Any] | None = None) -> None:
+        try:
+            session.flush(status)
+        except Exception:
+            logging.exception("session %s cannot be sent to: closing it", session.id)
+            self.close_session(session.id)
+
+    def _flush_all(self, status: dict[str, Any] | None = None) -> None:
+        for session in self._ledger.sessions():
+            self._flush(session, status)
+
+    def _tick(self, now: float) -> None:
+        for session in self._ledger.sessions():
+            silent = now - session.last_heard > self._settings.session_timeout
+            if silent or session.is_cancelled():
+                self.close_session(session.id)
+        self._ledger.drop_old_tombstones(now)
+        state = (self._process.up, self.draining)
+        if now >= self._status_due or state != self._announced:
+            self._status_due, self._announced = now + STATUS_SECONDS, state
+            status = self._status()
+            self._metrics.status(status)
+            self._flush_all(status)
+        else:
+            self._flush_all()
+        if self._draining_since is not None:
+            self._drain_further(now - self._draining_since)
+
+    def _drain_further(self, waited: float) -> None:
+        limit = self._settings.drain_seconds
+        if waited > limit:
+            self._process.abort([stream.id for stream in self._ledger.streams()])
+        if not len(self._ledger) or waited > limit + DRAIN_SLACK_SECONDS:
+            self._end_all(EngineDown("The server is shutting down.", code="draining"))
