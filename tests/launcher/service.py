@@ -57,12 +57,12 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
-def wait_until(condition: Callable[[], bool], seconds: float, what: str) -> float:
-    """Seconds until `condition()` held; fails after `seconds`."""
+def wait_until(condition: Callable[[], bool], seconds: float, *what: object) -> float:
+    """Seconds until `condition()` held; fails after `seconds` with the texts of `what` as then."""
     began = time.monotonic()
     while not condition():
         if time.monotonic() - began > seconds:
-            raise AssertionError(f"not within {seconds} s: {what}")
+            raise AssertionError("\n".join([f"not within {seconds} s:", *map(str, what)]))
         time.sleep(0.05)
     return time.monotonic() - began
 
@@ -87,6 +87,9 @@ class Command:
     @property
     def output(self) -> str:
         return "\n".join(self.lines)
+
+    def __str__(self) -> str:
+        return self.output
 
     def wait_for(self, text: str, seconds: float = 90.0) -> None:
         """Returns once a line has `text`; fails when the command ends or time is over first."""

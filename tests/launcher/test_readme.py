@@ -85,7 +85,7 @@ def test_a_repository_of_ones_own_with_plain_triton_and_a_proxy_in_front(tmp_pat
     proxy = Command(["proxy", "--triton", f"127.0.0.1:{grpc}", "--port", str(port)])
     try:
         url = f"http://127.0.0.1:{port}"
-        wait_until(lambda: answers(url), 90, f"answers\n{triton.output}\n{proxy.output}")
+        wait_until(lambda: answers(url), 90, "answers", triton, proxy)
         assert proxy.end()[0] == 0, proxy.output
         assert triton.end()[0] == 0, triton.output
     finally:

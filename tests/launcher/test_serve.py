@@ -143,7 +143,7 @@ def test_killed_stubs_come_back_and_the_service_answers_again() -> None:
             stub = service.find("triton_python_backend_stub", f"/{model}/1/model.py")
             stub.kill()
             line = f"{model}: back after"
-            wait_until(lambda line=line: line in service.output, 30, f"{line}\n{service.output}")
+            wait_until(lambda line=line: line in service.output, 30, line, service)
             assert wait_until(lambda: answers(service.url), 30, "answers") < 30
             assert plain_client_is_served(service)
         regions = [p.cmdline()[2] for p in service.observe() if is_stub(p)]
