@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from tridentlm.core.request import FinishReason, SamplingParams
 from tridentlm.errors import EngineDown, TridentError
+from tridentlm.streams import TextStream
 from tridentlm.triton.plain import RELAY_WINDOW, PlainRequest, PlainSender
-from tridentlm.triton.streams import TextStream
 
 from tests.triton.test_sessions import Numbers
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from tridentlm.core.request import FinishReason, SamplingParams
 from tridentlm.protocol import MAX_UNACKED, Frame
+from tridentlm.streams import TextStream
 from tridentlm.triton.sessions import Session
-from tridentlm.triton.streams import TextStream
 
 
 class Wire:
@@ -81,6 +81,16 @@ def test_a_client_that_does_not_acknowledge_gets_merged_news_and_loses_none() ->
     assert wire.frames[-1].counts == [1000 - MAX_UNACKED]
     everything = "".join(frame.texts[0] for frame in wire.frames)
     assert everything == "".join(f"{token} " for token in range(1000))
+
+
+def test_a_draining_server_sends_all_without_acknowledgements() -> None:
+    wire = Wire()
+    session = Session("s", wire, 0.0)
+    stream = open_stream(session, "a")
+    for token in range(MAX_UNACKED + 5):
+        step(session, stream, token=token)
+    session.flush(draining=True)
+    assert sum(frame.counts[0] for frame in wire.frames) == MAX_UNACKED + 5
 
 
 def test_a_roll_moves_between_two_frames_and_ends_the_old_stream() -> None:

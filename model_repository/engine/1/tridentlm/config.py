@@ -17,7 +17,7 @@ PREFIX = "TRIDENTLM_"
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """`model` "": the bundled default. 0 in a size means: choose from the model and the hardware."""
+    """`model` "": the bundled default. A size of 0: chosen from the model and the hardware."""
 
     model: str = ""
     served_model_name: str = ""

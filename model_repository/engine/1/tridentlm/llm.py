@@ -14,8 +14,8 @@ from tridentlm.core.request import Request, SamplingParams
 from tridentlm.engine import Engine, build_runner
 from tridentlm.errors import InternalError, InvalidRequest
 from tridentlm.hub import resolve_model
+from tridentlm.streams import TextStream
 from tridentlm.text import Tokenizer
-from tridentlm.triton.streams import TextStream
 
 Prompt = str | Sequence[int]
 

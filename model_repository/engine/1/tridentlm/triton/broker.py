@@ -11,8 +11,6 @@ Threads: Triton's (enters here), the pump and the plain sender.
 from __future__ import annotations
 
 import itertools
-import math
-import os
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -25,6 +23,7 @@ from tridentlm.config import EngineSettings
 from tridentlm.core.request import Request, SamplingParams
 from tridentlm.errors import EngineDown, InvalidRequest, TridentError
 from tridentlm.protocol import VERSION
+from tridentlm.streams import Outlet, TextStream
 from tridentlm.text import Tokenizer
 from tridentlm.triton.ledger import Key, Ledger
 from tridentlm.triton.metrics import Metrics
@@ -32,7 +31,6 @@ from tridentlm.triton.plain import PlainRequest, PlainResponder, PlainSender
 from tridentlm.triton.process import EngineProcess
 from tridentlm.triton.pump import Pump
 from tridentlm.triton.sessions import FrameSender
-from tridentlm.triton.streams import Outlet, TextStream
 
 Ids = npt.NDArray[np.int32]
 
@@ -190,23 +188,10 @@ class Broker:
             raise InvalidRequest("sampling must be a JSON object.", param="sampling")
         params = SamplingParams.from_mapping(sampling)
         limits = self._process.limits
-        limits.check_ids(prompt)
-        max_tokens = limits.resolve(len(prompt), params.max_tokens)
-        limits.check_queue(len(self._ledger))
-        now = time.monotonic()
-        stops = frozenset(params.stop_token_ids)
-        request = Request(
-            id=next(self._numbers),
-            prompt=prompt,
-            max_tokens=max_tokens,
-            temperature=params.temperature,
-            top_p=params.top_p,
-            top_k=max(params.top_k, 0),
-            min_p=params.min_p,
-            seed=_random_seed() if params.seed is None else params.seed % 2**64,
-            stop_token_ids=stops if params.ignore_eos else stops | self._process.eos_token_ids,
-            deadline=math.inf if params.timeout is None else now + params.timeout,
+        request = Request.build(
+            next(self._numbers), prompt, params, limits, self._tokenizer.eos_token_ids
         )
+        limits.check_queue(len(self._ledger))
         stream = TextStream(
             request.id,
             key[1],
@@ -214,12 +199,8 @@ class Broker:
             len(prompt),
             params,
             self._tokenizer.detokenizer(params.skip_special_tokens),
-            arrived=now,
+            arrived=time.monotonic(),
             keep_ids=keep_ids,
         )
         self._ledger.enter(key, stream)
         return request, stream
-
-
-def _random_seed() -> int:
-    return int.from_bytes(os.urandom(8), "little")

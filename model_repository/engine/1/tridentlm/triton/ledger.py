@@ -7,8 +7,8 @@ import time
 from collections.abc import Iterable, Sequence
 
 from tridentlm.protocol import TOMBSTONE_SECONDS
+from tridentlm.streams import TextStream
 from tridentlm.triton.sessions import FrameSender, Session
-from tridentlm.triton.streams import TextStream
 
 Key = tuple[str, str]
 """(session id, uid); the session id is "" for plain requests."""

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from tridentlm.errors import TridentError, from_payload
 from tridentlm.protocol import RELAY_REPORT
-from tridentlm.triton.streams import TextStream
+from tridentlm.streams import TextStream
 
 HEARTBEAT_SECONDS = 0.25
 CANCEL_POLL_SECONDS = 0.1

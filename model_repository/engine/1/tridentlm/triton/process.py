@@ -42,17 +42,10 @@ class EngineProcess:
 
     @property
     def limits(self) -> Limits:
-        return self._current.limits
-
-    @property
-    def eos_token_ids(self) -> frozenset[int]:
-        return self._current.eos_token_ids
-
-    @property
-    def _current(self) -> Ready:
+        """Raises EngineDown while the process is not up."""
         if self._ready is None:
             raise EngineDown("The engine is starting again; try in a moment.")
-        return self._ready
+        return self._ready.limits
 
     def start(self) -> None:
         """Starts the process and waits until it has loaded. Raises what it failed with."""

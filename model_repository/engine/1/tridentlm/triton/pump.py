@@ -18,11 +18,11 @@ from tridentlm.channel import Step
 from tridentlm.config import EngineSettings
 from tridentlm.errors import EngineDown, InternalError, TridentError
 from tridentlm.protocol import STATUS_SECONDS
+from tridentlm.streams import TextStream
 from tridentlm.triton.ledger import Ledger
 from tridentlm.triton.metrics import Metrics
 from tridentlm.triton.process import EngineProcess
 from tridentlm.triton.sessions import Session
-from tridentlm.triton.streams import TextStream
 
 TICK_SECONDS = 0.1
 DRAIN_SLACK_SECONDS = 2.0
@@ -137,7 +137,7 @@ class Pump:
 
     def _flush(self, session: Session, status: dict[str, Any] | None = None) -> None:
         try:
-            session.flush(status)
+            session.flush(status, draining=self.draining)
         except Exception:
             logging.exception("session %s cannot be sent to: closing it", session.id)
             self.close_session(session.id)
@@ -149,7 +149,7 @@ class Pump:
     def _tick(self, now: float) -> None:
         for session in self._ledger.sessions():
             silent = now - session.last_heard > self._settings.session_timeout
-            if silent or session.is_cancelled():
+            if (silent and not self.draining) or session.is_cancelled():
                 self.close_session(session.id)
         self._ledger.drop_old_tombstones(now)
         state = (self._process.up, self.draining)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from tridentlm.protocol import MAX_UNACKED, Frame
-from tridentlm.triton.streams import TextStream
+from tridentlm.streams import TextStream
 
 
 class FrameSender(Protocol):
@@ -59,10 +59,14 @@ class Session:
             old, self._sender, self._next_sender = self._sender, self._next_sender, None
             old.finish()
 
-    def flush(self, status: dict[str, Any] | None = None) -> None:
-        """Sends one frame with all news, unless the client is too far behind to take it."""
+    def flush(self, status: dict[str, Any] | None = None, *, draining: bool = False) -> None:
+        """Sends one frame with all news, unless the client is too far behind to take it.
+
+        A draining server no longer hears acknowledgements, so then nobody is taken to be behind.
+        """
         self.roll()
-        if (not self._dirty and status is None) or self._seq - self._acked >= MAX_UNACKED:
+        behind = self._seq - self._acked >= MAX_UNACKED and not draining
+        if behind or (not self._dirty and status is None):
             return
         dirty, self._dirty = self._dirty, {}
         texts, counts = [], []

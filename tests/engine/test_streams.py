@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tridentlm.core.request import FinishReason, SamplingParams
 from tridentlm.errors import EngineDown
-from tridentlm.triton.streams import TextStream
+from tridentlm.streams import TextStream
 
 TEXT = {1: "ab", 2: "cd", 3: "<e", 4: "nd>", 9: "<eos>"}
 
