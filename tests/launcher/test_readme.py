@@ -16,7 +16,7 @@ from tests.launcher.test_serve import answers
 pytestmark = pytest.mark.server
 
 README = (Path(__file__).resolve().parents[2] / "README.md").read_text()
-PYTHON = [block for block in re.findall(r"```python\n(.*?)```", README, re.S) if "127.0" in block]
+PYTHON = re.findall(r"```python\n(.*?)```", README, re.S)
 CURL = re.findall(r"^    (curl .*(?:\n {6}.*)*)", README, re.M)
 
 
@@ -39,7 +39,7 @@ def here(text: str, service: Service) -> str:
 
 def test_the_readme_has_the_examples() -> None:
     assert len(CURL) == 2
-    assert len(PYTHON) == 2
+    assert len(PYTHON) == 4
 
 
 @pytest.mark.parametrize("example", CURL)
