@@ -25,6 +25,7 @@ class Reference:
     """A model as transformers loads it from a folder, or from a GGUF file."""
 
     def __init__(self, path: Path) -> None:
+        transformers.utils.logging.disable_progress_bar()
         where = {"gguf_file": path.name} if path.suffix == ".gguf" else {}
         folder = path.parent if where else path
         self.model: Any = transformers.AutoModelForCausalLM.from_pretrained(

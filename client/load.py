@@ -1,0 +1,131 @@
+"""A load generator for streaming chat completions: n streams started at once.
+
+Raw sockets and no HTTP library: on a small machine the generator competes with what it measures.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from dataclasses import asdict, dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+START_DELAY = 0.5
+TAIL_BYTES = 800
+
+
+@dataclass(frozen=True, slots=True)
+class LoadResult:
+    """One run. Rates count from the common start to the last stream's end; gaps are the times
+    between a stream's writes that carry text; `failures` are the last bytes of failed streams."""
+
+    streams: int
+    tokens: int
+    seconds: float
+    tok_s: float
+    gap_p50_ms: float
+    gap_p99_ms: float
+    ttft_p50_ms: float
+    ttft_p99_ms: float
+    failures: list[str]
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass
+class _Run:
+    host: str
+    port: int
+    head: str
+    gaps: list[float] = field(default_factory=list)
+    first: list[float] = field(default_factory=list)
+    tokens: int = 0
+    failures: list[str] = field(default_factory=list)
+
+    async def stream(self, body: bytes, start: float) -> None:
+        await asyncio.sleep(max(0.0, start - time.perf_counter()))
+        sent = time.perf_counter()
+        tail = b""
+        try:
+            reader, writer = await asyncio.open_connection(self.host, self.port)
+            writer.write(self.head.encode() + b"content-length: %d\r\n\r\n" % len(body) + body)
+            tail = await self._read(reader, sent)
+            writer.close()
+        except OSError as error:
+            tail = str(error).encode()
+        self._count(tail)
+
+    async def _read(self, reader: asyncio.StreamReader, sent: float) -> bytes:
+        last, tail = 0.0, b""
+        while data := await reader.read(65536):
+            now = time.perf_counter()
+            if data.count(b'"content":"') > data.count(b'"content":""'):
+                if last:
+                    self.gaps.append(now - last)
+                else:
+                    self.first.append(now - sent)
+                last = now
+            tail = (tail + data)[-TAIL_BYTES:]
+            if b"data: [DONE]" in tail:
+                break
+        return tail
+
+    def _count(self, tail: bytes) -> None:
+        for line in reversed(tail.split(b"\n")):
+            if line.startswith(b"data: {") and b'"completion_tokens":' in line:
+                self.tokens += json.loads(line[6:])["usage"]["completion_tokens"]
+                return
+        self.failures.append(tail[-200:].decode(errors="replace"))
+
+
+async def run_load(
+    url: str, streams: int, max_tokens: int, *, prompt: str = "Count on.", api_key: str = ""
+) -> LoadResult:
+    """Streams `max_tokens` tokens to each of `streams` clients of the server at `url`."""
+    where = urlsplit(url)
+    head = (
+        f"POST {where.path.rstrip('/')}/v1/chat/completions HTTP/1.1\r\nhost: {where.netloc}\r\n"
+        "connection: close\r\ncontent-type: application/json\r\n"
+    )
+    if api_key:
+        head += f"authorization: Bearer {api_key}\r\n"
+    run = _Run(where.hostname or "127.0.0.1", where.port or 80, head)
+    start = time.perf_counter() + START_DELAY
+    bodies = [_body(f"Stream number {i}. {prompt}", max_tokens, i) for i in range(streams)]
+    await asyncio.gather(*(run.stream(body, start) for body in bodies))
+    seconds = time.perf_counter() - start
+    return LoadResult(
+        streams=streams,
+        tokens=run.tokens,
+        seconds=round(seconds, 4),
+        tok_s=round(run.tokens / seconds, 1),
+        gap_p50_ms=_percentile(run.gaps, 50),
+        gap_p99_ms=_percentile(run.gaps, 99),
+        ttft_p50_ms=_percentile(run.first, 50),
+        ttft_p99_ms=_percentile(run.first, 99),
+        failures=run.failures,
+    )
+
+
+def _body(prompt: str, max_tokens: int, seed: int) -> bytes:
+    return json.dumps(
+        {
+            "messages": [{"role": "user", "content": prompt}],
+            "max_tokens": max_tokens,
+            "seed": seed,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+    ).encode()
+
+
+def _percentile(seconds: list[float], percent: int) -> float:
+    """In ms; 0 for no values."""
+    if not seconds:
+        return 0.0
+    ordered = sorted(seconds)
+    return round(ordered[min(len(ordered) - 1, len(ordered) * percent // 100)] * 1e3, 2)
