@@ -31,12 +31,14 @@ SessionFactory = Callable[[ProxySettings], SessionLike]
 
 CHAT_PATH = "/v1/chat/completions"
 COMPLETIONS_PATH = "/v1/completions"
+CONNECT_SECONDS = 3.0
 
 
 def create_app(settings: ProxySettings, session_factory: SessionFactory = open_session) -> FastAPI:
     """The session is made and started with the application, in its event loop.
 
-    The application serves at once; until the session is connected, requests get a 503.
+    The application accepts connections once the session is connected, so that a new worker beside
+    others refuses nobody; after CONNECT_SECONDS it does so anyway, and answers 503 until it is.
     """
     app = FastAPI(
         title="TridentLM", version=__version__, lifespan=_lifespan, redirect_slashes=False
@@ -71,6 +73,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     app.state.session = session
     connecting = asyncio.create_task(_connect(session))
     try:
+        await asyncio.wait({connecting}, timeout=CONNECT_SECONDS)
         yield
     finally:
         connecting.cancel()

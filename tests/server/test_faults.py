@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -13,7 +16,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.server.service import Service, wait_until
+from tests.server.service import Service, free_ports, wait_until
 
 pytestmark = pytest.mark.server
 STREAMS = 32
@@ -122,3 +125,32 @@ def test_a_killed_proxy_worker_is_replaced_and_the_others_streams_run_on(tmp_pat
 
 def proxy_workers(service: Service) -> list[psutil.Process]:
     return [p for p in service.family() if "spawn_main" in " ".join(p.cmdline())]
+
+
+def test_no_stub_outlives_a_bare_tritonserver_that_was_killed(tmp_path: Path) -> None:
+    http, grpc, metrics = free_ports(3)
+    ports = [f"--http-port={http}", f"--grpc-port={grpc}", f"--metrics-port={metrics}"]
+    argv = [sys.executable, "-m", "openai_proxy.cli", "triton", "--"]
+    repository = Path(__file__).parents[2] / "model_repository"
+    environ = {**os.environ, "TRIDENTLM_RUNNER": "simulated"}
+    with (tmp_path / "log").open("wb") as log:
+        server = subprocess.Popen(
+            [*argv, f"--model-repository={repository}", *ports], env=environ, stdout=log, stderr=log
+        )
+    url = f"http://127.0.0.1:{http}/v2"
+
+    def ready() -> bool:
+        try:
+            return httpx.get(f"{url}/health/ready", timeout=2).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    try:
+        wait_until(ready, 120, "tritonserver ready")
+        family = psutil.Process(server.pid).children(recursive=True)
+        assert len(family) >= 5
+    finally:
+        server.kill()
+        server.wait()
+    _, alive = psutil.wait_procs(family, timeout=3)
+    assert alive == []

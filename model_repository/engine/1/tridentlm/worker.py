@@ -151,12 +151,15 @@ def as_trident_error(error: Exception) -> TridentError:
 def watch_ancestors(parent: int, grandparent: int, sockets: Sequence[Path]) -> None:
     """Ends this process within ANCESTOR_SECONDS of the death of the stub or of its server.
 
-    The stub may outlive a server that was killed; an engine that nobody can reach must not.
+    A stub may outlive a server that was killed, with its interpreter locked up; nobody can reach
+    it then, so it goes too.
     """
     with contextlib.suppress(psutil.Error):
         process = psutil.Process(parent)
         while os.getppid() == parent and process.ppid() == grandparent:
             time.sleep(ANCESTOR_SECONDS)
+        if os.getppid() == parent:
+            process.kill()
     with contextlib.suppress(OSError):
         for path in sockets:
             path.unlink(missing_ok=True)

@@ -21,6 +21,7 @@ from tridentlm.errors import InvalidRequest, TridentError
 from tridentlm.protocol import HEARTBEAT, RELAY_REPORT, VERSION, Op
 from tridentlm.triton import tensors
 from tridentlm.triton.tokenizer import read_options
+from tridentlm.triton.watchdog import exit_with_server
 
 SWITCH_INTERVAL = 1e-4
 PROBE_SECONDS = 0.5
@@ -76,6 +77,7 @@ class TritonPythonModel:
 
         logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="tridentlm: %(message)s")
         sys.setswitchinterval(SWITCH_INTERVAL)
+        exit_with_server()
         tensors.check_package_version(Path(args["model_repository"]) / args["model_version"] / "x")
         self._name = args["model_name"]
         settings = resolve_settings(tensors.config_parameters(args))

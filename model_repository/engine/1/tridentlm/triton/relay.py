@@ -18,6 +18,7 @@ import triton_python_backend_utils as pb_utils
 
 from tridentlm.protocol import HEARTBEAT, RELAY_REPORT, Op
 from tridentlm.triton import tensors
+from tridentlm.triton.watchdog import exit_with_server
 
 OUTPUTS = ("text_output", "token_ids", "finish_reason", "usage", "error")
 REMEMBERED_ABORTS = 4096
@@ -27,6 +28,7 @@ class TritonPythonModel:
     """Decoupled, one instance: order within a request is kept by there being one."""
 
     def initialize(self, args: dict[str, str]) -> None:
+        exit_with_server()
         tensors.check_package_version(Path(args["model_repository"]) / args["model_version"] / "x")
         self._engine = tensors.config_parameters(args).get("engine", "engine")
         self._aborted: OrderedDict[str, None] = OrderedDict()

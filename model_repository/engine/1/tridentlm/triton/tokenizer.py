@@ -21,6 +21,7 @@ from tridentlm.config import resolve_settings
 from tridentlm.errors import InvalidRequest
 from tridentlm.protocol import Op
 from tridentlm.triton import tensors
+from tridentlm.triton.watchdog import exit_with_server
 
 SCALARS = (
     "max_tokens",
@@ -72,6 +73,7 @@ class TritonPythonModel:
         from tridentlm.hub import resolve_model
         from tridentlm.text import Tokenizer
 
+        exit_with_server()
         tensors.check_package_version(Path(args["model_repository"]) / args["model_version"] / "x")
         settings = resolve_settings(tensors.config_parameters(args))
         self._tokenizer = Tokenizer.load(resolve_model(settings))
