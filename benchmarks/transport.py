@@ -4,8 +4,8 @@
 
 Starts `tridentlm serve` with the simulated engine (5 ms steps), streams 200 tokens to 64 and to 256
 clients at once, and takes the median run of each. Proxy CPU is the worker's own user + system time
-over the run, divided by the tokens. With --frames it then streams until that many frames have
-passed and compares the memory of Triton and of the proxy before and after.
+over the run, divided by the tokens. With --frames it then streams, at 1 ms steps, until that many
+frames have passed and compares the memory of Triton, the stub and the proxy before and after.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import asyncio
 import json
 import statistics
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -81,18 +83,24 @@ def main() -> None:
     parser.add_argument("--frames", type=int, default=0)
     arguments = parser.parse_args()
     result: dict[str, Any] = {"benchmark": "transport", "model": "simulated", "step_ms": STEP_MS}
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        Service(Path(folder), "--runner", "simulated", "--step-ms", str(STEP_MS)) as service,
-    ):
+    with simulated(STEP_MS) as service:
         one_run(service, 256)
         for streams in arguments.streams:
             runs = [one_run(service, streams) for _ in range(arguments.runs)]
             result[f"streams_{streams}"] = {"median": medians(runs), "runs": runs}
             print(streams, json.dumps(medians(runs)), flush=True)
-        if arguments.frames:
+    if arguments.frames:
+        with simulated(1.0) as service:
             result["memory"] = hold_frames(service, arguments.frames)
     print(write("transport", result))
+
+
+@contextmanager
+def simulated(step_ms: float) -> Iterator[Service]:
+    with tempfile.TemporaryDirectory() as folder:
+        flags = ["--runner", "simulated", "--step-ms", str(step_ms)]
+        with Service(Path(folder), *flags) as service:
+            yield service
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-START_DELAY = 0.5
+START_DELAY = 0.1
 TAIL_BYTES = 800
 
 

@@ -13,8 +13,8 @@ from tridentlm_client.commands import Commands
 from tridentlm_client.stream import Stream, Submission
 
 MAX_BATCH = 64
-MAX_UNANSWERED = 2
-MAX_HOLD_SECONDS = 0.02
+MAX_UNANSWERED = 4
+MAX_HOLD_SECONDS = 0.004
 
 
 class _Entry:

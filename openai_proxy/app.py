@@ -13,6 +13,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 from tridentlm import __version__
 from tridentlm.errors import TridentError
+from tridentlm.startup import settle
 
 from openai_proxy.errors import on_http_exception
 from openai_proxy.generate import GenerateEndpoint
@@ -74,6 +75,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     connecting = asyncio.create_task(_connect(session))
     try:
         await asyncio.wait({connecting}, timeout=CONNECT_SECONDS)
+        settle()
         yield
     finally:
         connecting.cancel()

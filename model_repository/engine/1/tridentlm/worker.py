@@ -45,6 +45,7 @@ from tridentlm.channel import (
 from tridentlm.config import EngineSettings
 from tridentlm.engine import Engine, build_runner
 from tridentlm.errors import InternalError, TridentError
+from tridentlm.startup import settle
 
 ANCESTOR_SECONDS = 0.5
 LINGER_MS = 2000
@@ -67,6 +68,7 @@ class Worker:
             self._send(Failed(as_trident_error(error)))
             return 1
         engine = Engine(runner, steps_in_flight=settings.steps_in_flight)
+        settle()
         hello = self._inbox.recv_multipart()
         assert hello == [HELLO], "the stub speaks first"
         self._send(

@@ -19,6 +19,7 @@ import triton_python_backend_utils as pb_utils
 
 from tridentlm.errors import InvalidRequest, TridentError
 from tridentlm.protocol import HEARTBEAT, RELAY_REPORT, VERSION, Op
+from tridentlm.startup import settle
 from tridentlm.triton import tensors
 from tridentlm.triton.tokenizer import read_options
 from tridentlm.triton.watchdog import exit_with_server
@@ -89,6 +90,7 @@ class TritonPythonModel:
             self._broker.start()
         except TridentError as error:
             raise pb_utils.TritonModelException(error.message) from error
+        settle()
         self._stop = threading.Event()
         self._prober = threading.Thread(target=self._probe, name="probe", daemon=True)
         self._prober.start()

@@ -17,6 +17,7 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from tridentlm.protocol import HEARTBEAT, RELAY_REPORT, Op
+from tridentlm.startup import settle
 from tridentlm.triton import tensors
 from tridentlm.triton.watchdog import exit_with_server
 
@@ -36,6 +37,7 @@ class TritonPythonModel:
         self._calls: queue.SimpleQueue[tuple[str, str] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run_calls, name="calls", daemon=True)
         self._thread.start()
+        settle()
 
     def execute(self, requests: list[Any]) -> None:
         for request in requests:

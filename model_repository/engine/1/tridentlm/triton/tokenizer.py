@@ -20,6 +20,7 @@ import triton_python_backend_utils as pb_utils
 from tridentlm.config import resolve_settings
 from tridentlm.errors import InvalidRequest
 from tridentlm.protocol import Op
+from tridentlm.startup import settle
 from tridentlm.triton import tensors
 from tridentlm.triton.watchdog import exit_with_server
 
@@ -77,6 +78,7 @@ class TritonPythonModel:
         tensors.check_package_version(Path(args["model_repository"]) / args["model_version"] / "x")
         settings = resolve_settings(tensors.config_parameters(args))
         self._tokenizer = Tokenizer.load(resolve_model(settings))
+        settle()
 
     def execute(self, requests: list[Any]) -> list[Any]:
         return [self._answer(request) for request in requests]
