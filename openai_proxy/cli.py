@@ -132,6 +132,27 @@ def chat(
     raise SystemExit(code)
 
 
+@app.command()
+def bench(
+    url: Annotated[str, typer.Option(help="Server to load.")] = "http://127.0.0.1:8000",
+    streams: Annotated[int, typer.Option(min=1, help="Clients that start at once.")] = 16,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens for each client.")] = 64,
+    runs: Annotated[int, typer.Option(min=1, help="Runs; every one is printed.")] = 3,
+    api_key: Annotated[str, typer.Option(help="Key of the server.")] = "",
+) -> None:
+    """Stream chat completions to many clients at once; print one JSON object a run."""
+    import asyncio
+    import json
+
+    from tridentlm_client.load import run_load
+
+    for _ in range(runs):
+        result = asyncio.run(run_load(url, streams, tokens, api_key=api_key))
+        typer.echo(json.dumps(result.to_dict()))
+        if result.failures:
+            raise SystemExit(1)
+
+
 @app.command(context_settings={"ignore_unknown_options": True})
 def triton(
     args: Annotated[list[str] | None, typer.Argument(help="Arguments of tritonserver.")] = None,

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import grpc
+import httpx
 import pytest
 from tridentlm_client import Session, Submission
 from tridentlm_client.wire import infer_request
@@ -170,3 +171,22 @@ def test_the_server_stops_at_once_after_clients_have_left(fresh: Service) -> Non
     start = time.monotonic()
     assert fresh.stop() == 0
     assert time.monotonic() - start < 8
+
+
+def test_two_workers_never_mix_up_their_requests(simulated: Service) -> None:
+    """The simulated engine's text depends on the seed alone, so a mix-up shows."""
+
+    async def one(client: httpx.AsyncClient, seed: int) -> str:
+        body = {"prompt": "Hi", "max_tokens": 30, "seed": seed}
+        answer = await client.post("/v1/completions", json=body)
+        return str(answer.json()["choices"][0]["text"])
+
+    async def crowd(count: int) -> list[str]:
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(base_url=simulated.url, limits=limits, timeout=60) as client:
+            return await asyncio.gather(*(one(client, seed) for seed in range(count)))
+
+    together = asyncio.run(crowd(150))
+    again = asyncio.run(crowd(150))
+    assert together == again
+    assert len(set(together)) == 150

@@ -1,0 +1,70 @@
+"""The end of a service: what runs finishes, what comes is refused, nothing waits for a timeout."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+
+import httpx
+import pytest
+from tridentlm.errors import TridentError
+from tridentlm_client import Session, Submission
+
+from tests.server.service import Service
+from tests.server.test_faults import under_load
+
+pytestmark = pytest.mark.server
+
+
+def test_sigterm_lets_running_streams_finish_and_exits_with_0(fresh: Service) -> None:
+    fresh.start()
+    assert fresh.process is not None
+    ends, seconds = under_load(fresh, fresh.process.terminate, max_tokens=500)
+    assert set(ends) == {"done"}
+    assert 1 < seconds < 15
+    assert fresh.process.wait(15) == 0
+
+
+def test_a_session_on_a_stopping_tritonserver_gets_all_its_tokens_then_an_end(
+    fresh: Service,
+) -> None:
+    """More frames than may be unacknowledged: a stopping server hears no acknowledgements."""
+    fresh.start()
+
+    async def run() -> tuple[int, str, TridentError | None]:
+        async with Session(fresh.grpc) as session:
+            (stream,) = await session.submit(
+                [Submission(prompt="Hi", sampling={"max_tokens": 400, "ignore_eos": True})]
+            )
+            assert not isinstance(stream, TridentError)
+            count = sum(delta.count for delta in await stream.read())
+            fresh.tritonserver().terminate()
+            await asyncio.sleep(0.8)
+            (refused,) = await session.submit([Submission(prompt="Hi")])
+            while deltas := await stream.read():
+                count += sum(delta.count for delta in deltas)
+            assert stream.end is not None
+            error = refused if isinstance(refused, TridentError) else None
+            return count, stream.end.finish_reason, error
+
+    count, reason, error = asyncio.run(run())
+    assert (count, reason) == (400, "length")
+    assert error is not None
+    assert error.status == 503
+
+
+def test_an_idle_plain_stream_does_not_hold_up_the_end(fresh: Service) -> None:
+    fresh.start()
+    assert fresh.process is not None
+    url = f"{fresh.triton_url}/v2/models/generate/generate_stream"
+    with (
+        contextlib.suppress(httpx.HTTPError),
+        httpx.stream(
+            "POST", url, json={"text_input": "Hi", "max_tokens": 30}, timeout=10
+        ) as answer,
+    ):
+        list(answer.iter_lines())
+    start = time.monotonic()
+    assert fresh.stop() == 0
+    assert time.monotonic() - start < 8
