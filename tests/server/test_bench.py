@@ -32,4 +32,4 @@ def test_bench_counts_every_token_and_reports_rates(simulated: Service) -> None:
 def test_bench_against_nobody_fails_with_the_reason() -> None:
     done = bench("--url", "http://127.0.0.1:9", "--streams", "1", "--tokens", "1", "--runs", "1")
     assert done.returncode == 1
-    assert "refused" in json.loads(done.stdout)["failures"][0].lower()
+    assert "Connect call failed" in json.loads(done.stdout)["failures"][0]
