@@ -110,13 +110,17 @@ class Choice:
         )
 
 
-def usage_of(streams: Sequence[Stream]) -> dict[str, Any]:
-    """OpenAI's usage object over all choices, which must have ended."""
+def usage_of(streams: Sequence[Stream], n: int) -> dict[str, Any]:
+    """OpenAI's usage object over all choices, which must have ended.
+
+    A prompt counts once, however many choices (`n`) it has; the tokens of all choices count.
+    """
     usages = [stream.end.usage for stream in streams if stream.end is not None]
-    prompt, completion, cached = (
-        sum(usage.get(name, 0) for usage in usages)
-        for name in ("prompt_tokens", "completion_tokens", "cached_tokens")
+    prompt, cached = (
+        sum(usage.get(name, 0) for usage in usages[::n])
+        for name in ("prompt_tokens", "cached_tokens")
     )
+    completion = sum(usage.get("completion_tokens", 0) for usage in usages)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
@@ -150,5 +154,5 @@ def whole_response(envelope: Envelope, job: Job, streams: Sequence[Stream]) -> b
         choice["finish_reason"] = end.finish_reason
         choice["stop_reason"] = end.stop_reason
         choices.append(choice)
-    body = {**envelope.fields(chunk=False), "choices": choices, "usage": usage_of(streams)}
+    body = {**envelope.fields(chunk=False), "choices": choices, "usage": usage_of(streams, job.n)}
     return _dumps(body)

@@ -158,5 +158,5 @@ async def _answer_whole(
     if not over.done():
         raise ClientGone
     over.result()
-    exchange.count(usage_of(streams))
+    exchange.count(usage_of(streams, job.n))
     await exchange.reply(whole_response(Envelope(job), job, streams), headers)

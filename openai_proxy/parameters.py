@@ -19,7 +19,7 @@ from tridentlm.errors import InvalidRequest
 log = logging.getLogger("openai_proxy")
 
 SAMPLING = frozenset(spec.name for spec in fields(SamplingParams))
-SERVED = SAMPLING | {"model", "stream", "stream_options", "return_token_ids"}
+SERVED = SAMPLING | {"model", "n", "stream", "stream_options", "return_token_ids"}
 LABELS = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key"})
 _MAX_LOGGED = 1000
 _MAX_NAMED = 20
@@ -41,7 +41,6 @@ _zero = _only(0)
 # Parameters of OpenAI, vLLM and SGLang that are not built: the values that ask for nothing. null
 # asks for nothing everywhere.
 OFF: dict[str, Callable[[Any], bool]] = {
-    "n": _only(1),
     "best_of": _only(1),
     "logprobs": _false,
     "top_logprobs": _zero,
@@ -143,6 +142,18 @@ def flag(body: Mapping[str, Any], name: str) -> bool:
     if value is None or isinstance(value, bool):
         return bool(value)
     raise InvalidRequest(f"{name} must be true or false, got {value!r}.", param=name)
+
+
+def count(body: Mapping[str, Any], name: str, most: int) -> int:
+    """A number from 1 to `most`; unset and null are 1. Raises InvalidRequest for anything else."""
+    value = body.get(name)
+    if value is None:
+        return 1
+    if type(value) is not int or not 1 <= value <= most:
+        raise InvalidRequest(
+            f"{name} must be an integer from 1 to {most}, got {value!r}.", param=name
+        )
+    return value
 
 
 def sampling_of(

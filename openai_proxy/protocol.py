@@ -7,7 +7,7 @@ Written by hand on the dicts of orjson: a pydantic model costs 0.6 to 1 ms a req
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tridentlm.errors import (
@@ -25,18 +25,20 @@ from openai_proxy import parameters
 CHAT_FIELDS = parameters.SERVED | {"messages", "max_completion_tokens", "chat_template_kwargs"}
 COMPLETION_FIELDS = parameters.SERVED | {"prompt"}
 COMPLETION_MAX_TOKENS = 16
-MAX_PROMPTS = 1024
+MAX_N = 128
+MAX_CHOICES = 1024
 _STREAM_OPTIONS = ("include_usage", "continuous_usage_stats")
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One checked request. `submissions` are its choices in order; `chat` tells the two formats
-    apart; `ignored` names the body's unknown fields."""
+    """One checked request. `submissions` are its choices in order, `n` for each prompt; `chat`
+    tells the two formats apart; `ignored` names the body's unknown fields."""
 
     chat: bool
     model: str
     submissions: list[Submission]
+    n: int
     stream: bool
     include_usage: bool
     continuous_usage: bool
@@ -114,8 +116,14 @@ def unknown_model(name: str, served: str) -> ModelNotFound:
 
 
 def _job(
-    body: Mapping[str, Any], model: str, submissions: list[Submission], fields: frozenset[str]
+    body: Mapping[str, Any], model: str, prompts: list[Submission], fields: frozenset[str]
 ) -> Job:
+    n = parameters.count(body, "n", MAX_N)
+    if len(prompts) * n > MAX_CHOICES:
+        raise InvalidRequest(
+            f"{len(prompts)} prompts with n={n} are more than {MAX_CHOICES} choices.", param="n"
+        )
+    submissions = [choice for prompt in prompts for choice in _choices(prompt, n)]
     stream = parameters.flag(body, "stream")
     options = body.get("stream_options")
     if options is not None and not stream:
@@ -132,12 +140,22 @@ def _job(
         chat="messages" in fields,
         model=model,
         submissions=submissions,
+        n=n,
         stream=stream,
         include_usage=parameters.flag(options, "include_usage"),
         continuous_usage=continuous,
         timeout=submissions[0].sampling.get("timeout"),
         ignored=ignored,
     )
+
+
+def _choices(prompt: Submission, n: int) -> list[Submission]:
+    """`n` times the same prompt; with a seed, choice i gets seed + i, so that they differ."""
+    seed = prompt.sampling.get("seed")
+    if n == 1 or seed is None:
+        return [prompt] * n
+    seeds = [(int(seed) + i) % 2**64 for i in range(n)]
+    return [replace(prompt, sampling={**prompt.sampling, "seed": each}) for each in seeds]
 
 
 def _prompts(value: Any) -> list[str | list[int]]:
@@ -154,9 +172,9 @@ def _prompts(value: Any) -> list[str | list[int]]:
         )
     if _are_ids(value):
         return [value]
-    if len(value) > MAX_PROMPTS:
+    if len(value) > MAX_CHOICES:
         raise InvalidRequest(
-            f"prompt holds {len(value)} prompts; at most {MAX_PROMPTS} are allowed.", param="prompt"
+            f"prompt holds {len(value)} prompts; at most {MAX_CHOICES} are allowed.", param="prompt"
         )
     for prompt in value:
         if not isinstance(prompt, str) and not (

@@ -23,6 +23,7 @@ class _Sampling(BaseModel):
     stop_token_ids: list[int] | None = None
     ignore_eos: bool = False
     skip_special_tokens: bool = True
+    n: int = Field(1, ge=1, le=128, description="Choices for each prompt; choice i has seed + i.")
     timeout: float | None = Field(None, gt=0, description="Seconds from arrival; then a 504.")
     stream: bool = False
     stream_options: StreamOptions | None = None

@@ -122,7 +122,7 @@ class EventStream:
             self._outbox.extend(choice.role() for choice in self._choices)
 
     def _complete(self) -> None:
-        usage = usage_of(self._streams)
+        usage = usage_of(self._streams, self._job.n)
         self._exchange.count(usage)
         if self._job.include_usage:
             self._outbox.append(usage_event(self._envelope, usage))

@@ -88,7 +88,6 @@ def test_the_model_may_be_left_out_or_named(http: httpx.Client) -> None:
 
 
 NOT_BUILT: list[tuple[str, Any, list[Any]]] = [
-    ("n", 2, [1]),
     ("best_of", 2, [1]),
     ("logprobs", True, [False]),
     ("logprobs", 0, []),
