@@ -16,7 +16,7 @@ class Submission:
     """One request. Exactly one of `prompt`, `messages` and `input_ids` must be given.
 
     `sampling` holds fields of `SamplingParams`; the server checks them. With `return_token_ids`
-    each delta's `extra` has the key `token_ids`.
+    each delta's `extra` has the key `token_ids`. `chat_template` goes before the model's own.
     """
 
     prompt: str | None = None
@@ -25,6 +25,7 @@ class Submission:
     sampling: Mapping[str, Any] = field(default_factory=dict)
     return_token_ids: bool = False
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    chat_template: str | None = None
 
     def pack(self) -> bytes:
         """The JSON object on the wire. Raises TypeError for what JSON cannot hold."""
@@ -37,6 +38,8 @@ class Submission:
             body["return_token_ids"] = True
         if self.chat_template_kwargs:
             body["chat_template_kwargs"] = self.chat_template_kwargs
+        if self.chat_template is not None:
+            body["chat_template"] = self.chat_template
         return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
 
 

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
@@ -25,17 +26,26 @@ from openai_proxy.routes import router
 from openai_proxy.schemas import describe_posts
 from openai_proxy.sessions import SessionLike, open_session
 from openai_proxy.settings import ProxySettings
+from openai_proxy.textservice import TextLike, TextService
+from openai_proxy.tokenize import TokenizeEndpoint
 
 log = logging.getLogger("openai_proxy")
 
 SessionFactory = Callable[[ProxySettings], SessionLike]
+TextFactory = Callable[[ProxySettings], TextLike]
 
 CHAT_PATH = "/v1/chat/completions"
 COMPLETIONS_PATH = "/v1/completions"
+TOKENIZE_PATH = "/tokenize"
+DETOKENIZE_PATH = "/detokenize"
 CONNECT_SECONDS = 3.0
 
 
-def create_app(settings: ProxySettings, session_factory: SessionFactory = open_session) -> FastAPI:
+def create_app(
+    settings: ProxySettings,
+    session_factory: SessionFactory = open_session,
+    text_factory: TextFactory = TextService,
+) -> FastAPI:
     """The session is made and started with the application, in its event loop.
 
     The application accepts connections once the session is connected, so that a new worker beside
@@ -46,15 +56,21 @@ def create_app(settings: ProxySettings, session_factory: SessionFactory = open_s
     )
     app.state.settings = settings
     app.state.session_factory = session_factory
+    app.state.text_factory = text_factory
     app.state.metrics = ProxyMetrics()
     app.state.ignored = IgnoredParameters()
-    for path, parse in ((CHAT_PATH, parse_chat), (COMPLETIONS_PATH, parse_completion)):
-        endpoint = GenerateEndpoint(parse, settings, app.state)
+    posts: dict[str, Callable[..., Any]] = {
+        CHAT_PATH: GenerateEndpoint(parse_chat, settings, app.state),
+        COMPLETIONS_PATH: GenerateEndpoint(parse_completion, settings, app.state),
+        TOKENIZE_PATH: TokenizeEndpoint(settings, app.state, detokenize=False),
+        DETOKENIZE_PATH: TokenizeEndpoint(settings, app.state, detokenize=True),
+    }
+    for path, endpoint in posts.items():
         app.router.routes.insert(0, Route(path, endpoint, methods=["POST"]))
     app.include_router(router)
-    describe_posts(app, CHAT_PATH, COMPLETIONS_PATH)
+    describe_posts(app)
     app.add_exception_handler(HTTPException, on_http_exception)
-    known = OPEN_PATHS | {CHAT_PATH, COMPLETIONS_PATH, "/v1/models", "/version"}
+    known = OPEN_PATHS | posts.keys() | {"/v1/models", "/version"}
     app.add_middleware(Gate, api_key=settings.api_key, metrics=app.state.metrics, routes=known)
     if settings.cors_origins:
         origins = [origin.strip() for origin in settings.cors_origins.split(",")]
@@ -72,6 +88,7 @@ def create_app(settings: ProxySettings, session_factory: SessionFactory = open_s
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     session: SessionLike = app.state.session_factory(app.state.settings)
     app.state.session = session
+    app.state.text = app.state.text_factory(app.state.settings)
     connecting = asyncio.create_task(_connect(session))
     try:
         await asyncio.wait({connecting}, timeout=CONNECT_SECONDS)
@@ -80,6 +97,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     finally:
         connecting.cancel()
         await session.close()
+        await app.state.text.close()
 
 
 async def _connect(session: SessionLike) -> None:

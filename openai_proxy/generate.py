@@ -1,4 +1,4 @@
-"""The two POST endpoints, as raw ASGI applications.
+"""The POST endpoints that generate, as raw ASGI applications.
 
     read body -> parse -> submit -- every prompt admitted --> first engine output --> 200 + events
        4xx        4xx     4xx/503 (accepted neighbours are aborted)   4xx/5xx         error event
@@ -26,14 +26,16 @@ from openai_proxy.protocol import Job
 from openai_proxy.sessions import SessionLike, require_ready
 from openai_proxy.settings import ProxySettings
 from openai_proxy.sse import EventStream, error_event
+from openai_proxy.textservice import TextLike
 
-Parser = Callable[[Mapping[str, Any], str, float], Job]
+Parser = Callable[[Mapping[str, Any], str, ProxySettings], Job]
 
 
 class ProxyState(Protocol):
-    """The part of the application's state that both endpoints share."""
+    """The part of the application's state that the endpoints share."""
 
     session: SessionLike
+    text: TextLike
     ignored: IgnoredParameters
 
 
@@ -50,12 +52,8 @@ class GenerateEndpoint:
         session = self._state.session
         body = await exchange.read_json(self._settings.max_body_bytes)
         model = require_ready(session)
-        job = self._parse(body, model, self._settings.timeout)
-        headers: Headers = []
-        if job.ignored:
-            self._state.ignored.note(job.ignored)
-            named = IgnoredParameters.header(job.ignored)
-            headers.append((b"x-tridentlm-ignored-params", named))
+        job = self._parse(body, model, self._settings)
+        headers = self._state.ignored.headers(job.ignored)
         gone = asyncio.ensure_future(_wait_disconnect(exchange.receive))
         streams: list[Stream] = []
         try:

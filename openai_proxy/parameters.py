@@ -9,7 +9,7 @@ body --+-- served           -> submissions (sampling, prompt, streaming)
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -18,8 +18,6 @@ from tridentlm.errors import InvalidRequest
 
 log = logging.getLogger("openai_proxy")
 
-SAMPLING = frozenset(spec.name for spec in fields(SamplingParams))
-SERVED = SAMPLING | {"model", "n", "stream", "stream_options", "return_token_ids"}
 LABELS = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key"})
 _MAX_LOGGED = 1000
 _MAX_NAMED = 20
@@ -84,15 +82,15 @@ OFF: dict[str, Callable[[Any], bool]] = {
     "allowed_token_ids": _never,
     "truncate_prompt_tokens": _never,
     "spaces_between_special_tokens": _only(True),
-    "chat_template": _never,
     "documents": _empty,
-    "add_generation_prompt": _only(True),
-    "continue_final_message": _false,
     "prompt_embeds": _never,
     "lora_path": _never,
     "priority": _zero,
     "cache_salt": _never,
 }
+
+SAMPLING = frozenset(spec.name for spec in fields(SamplingParams)) - OFF.keys()
+SERVED = SAMPLING | {"model", "n", "stream", "stream_options", "return_token_ids"}
 
 
 class IgnoredParameters:
@@ -106,6 +104,13 @@ class IgnoredParameters:
             if name not in self._logged and len(self._logged) < _MAX_LOGGED:
                 self._logged.add(name)
                 log.warning("ignoring the unknown request parameter %r", name[:_MAX_NAME])
+
+    def headers(self, names: Sequence[str]) -> list[tuple[bytes, bytes]]:
+        """The response header that names them, if there are any, logging what is new."""
+        if not names:
+            return []
+        self.note(names)
+        return [(b"x-tridentlm-ignored-params", self.header(names))]
 
     @staticmethod
     def header(names: Iterable[str]) -> bytes:

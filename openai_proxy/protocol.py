@@ -20,9 +20,10 @@ from tridentlm.errors import (
 from tridentlm.text.messages import check_messages
 from tridentlm_client import End, Submission
 
-from openai_proxy import parameters
+from openai_proxy import chat, parameters
+from openai_proxy.settings import ProxySettings
 
-CHAT_FIELDS = parameters.SERVED | {"messages", "max_completion_tokens", "chat_template_kwargs"}
+CHAT_FIELDS = parameters.SERVED | chat.FIELDS | {"messages", "max_completion_tokens"}
 COMPLETION_FIELDS = parameters.SERVED | {"prompt"}
 COMPLETION_MAX_TOKENS = 16
 MAX_N = 128
@@ -62,30 +63,26 @@ class Job:
         return error
 
 
-def parse_chat(body: Mapping[str, Any], served_model: str, timeout: float) -> Job:
+def parse_chat(body: Mapping[str, Any], served_model: str, settings: ProxySettings) -> Job:
     """Raises InvalidRequest and ModelNotFound, with `param`."""
-    _check_model(body, served_model)
+    check_model(body, served_model)
     parameters.refuse_unbuilt(body)
     messages = check_messages(body.get("messages"))
-    kwargs = body.get("chat_template_kwargs")
-    if kwargs is not None and not isinstance(kwargs, dict):
-        raise InvalidRequest(
-            "chat_template_kwargs must be an object.", param="chat_template_kwargs"
-        )
     submission = Submission(
         messages=messages,
-        sampling=parameters.sampling_of(body, None, timeout),
+        sampling=parameters.sampling_of(body, None, settings.timeout),
         return_token_ids=parameters.flag(body, "return_token_ids"),
-        chat_template_kwargs=kwargs or {},
+        chat_template_kwargs=chat.template_kwargs(body),
+        chat_template=chat.template_of(body, settings.trust_request_chat_template),
     )
     return _job(body, served_model, [submission], CHAT_FIELDS)
 
 
-def parse_completion(body: Mapping[str, Any], served_model: str, timeout: float) -> Job:
+def parse_completion(body: Mapping[str, Any], served_model: str, settings: ProxySettings) -> Job:
     """Raises InvalidRequest and ModelNotFound, with `param`."""
-    _check_model(body, served_model)
+    check_model(body, served_model)
     parameters.refuse_unbuilt(body)
-    sampling = parameters.sampling_of(body, COMPLETION_MAX_TOKENS, timeout)
+    sampling = parameters.sampling_of(body, COMPLETION_MAX_TOKENS, settings.timeout)
     with_ids = parameters.flag(body, "return_token_ids")
     submissions = [
         Submission(
@@ -99,7 +96,7 @@ def parse_completion(body: Mapping[str, Any], served_model: str, timeout: float)
     return _job(body, served_model, submissions, COMPLETION_FIELDS)
 
 
-def _check_model(body: Mapping[str, Any], served: str) -> None:
+def check_model(body: Mapping[str, Any], served: str) -> None:
     name = body.get("model")
     if name is None or name == served:
         return

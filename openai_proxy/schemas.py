@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI
 from pydantic import BaseModel, ConfigDict, Field
@@ -51,6 +51,11 @@ class ChatCompletionRequest(_Sampling):
         None, ge=1, description="The default is the rest of the context."
     )
     chat_template_kwargs: dict[str, Any] | None = None
+    chat_template: str | None = Field(
+        None, description="Refused unless the server trusts the templates of requests."
+    )
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
 
 
 class CompletionRequest(_Sampling):
@@ -117,29 +122,66 @@ class ErrorBody(BaseModel):
     error: ErrorFields
 
 
+class TokenizeRequest(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    model: str | None = None
+    prompt: str | None = Field(None, description="This, or messages.")
+    messages: list[ChatMessage] | None = None
+    add_special_tokens: bool = Field(True, description="With prompt only.")
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template: str | None = None
+    return_token_strs: bool = False
+
+
+class TokenizeResponse(BaseModel):
+    count: int
+    max_model_len: int | None
+    tokens: list[int]
+    token_strs: list[str | None] | None
+
+
+class DetokenizeRequest(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    model: str | None = None
+    tokens: list[Annotated[int, Field(ge=0, lt=2**31)]]
+    skip_special_tokens: bool = False
+
+
+class DetokenizeResponse(BaseModel):
+    prompt: str
+
+
 _REF = "#/components/schemas/{model}"
 
 
-def describe_posts(app: FastAPI, chat_path: str, completions_path: str) -> None:
-    """Adds the two endpoints, which are raw ASGI, to what `app.openapi()` returns."""
+_POSTS: dict[str, tuple[str, type[BaseModel], type[BaseModel]]] = {
+    "/v1/chat/completions": ("Create a chat completion", ChatCompletionRequest, ChatCompletion),
+    "/v1/completions": ("Create a completion", CompletionRequest, Completion),
+    "/tokenize": ("Token ids of a prompt or of messages", TokenizeRequest, TokenizeResponse),
+    "/detokenize": ("The text of token ids", DetokenizeRequest, DetokenizeResponse),
+}
+
+
+def describe_posts(app: FastAPI) -> None:
+    """Adds the POST endpoints, which are raw ASGI, to what `app.openapi()` returns."""
     generate = app.openapi
-    posts: dict[str, tuple[str, type[BaseModel], type[BaseModel]]] = {
-        chat_path: ("Create a chat completion", ChatCompletionRequest, ChatCompletion),
-        completions_path: ("Create a completion", CompletionRequest, Completion),
-    }
     models: list[type[BaseModel]] = [ErrorBody]
-    for _, request, response in posts.values():
+    for _, request, response in _POSTS.values():
         models += (request, response)
 
     def openapi() -> dict[str, Any]:
         document = generate()
-        if chat_path not in document["paths"]:
+        if not _POSTS.keys() <= document["paths"].keys():
             _, definitions = models_json_schema(
                 [(model, "validation") for model in models], ref_template=_REF
             )
             schemas = document.setdefault("components", {}).setdefault("schemas", {})
             schemas.update(definitions["$defs"])
-            for path, (summary, request, response) in posts.items():
+            for path, (summary, request, response) in _POSTS.items():
                 document["paths"][path] = {"post": _operation(summary, request, response)}
         return document
 
@@ -150,13 +192,16 @@ def _operation(summary: str, request: type[BaseModel], response: type[BaseModel]
     def content(model: type[BaseModel], kind: str = "application/json") -> dict[str, Any]:
         return {kind: {"schema": {"$ref": _REF.format(model=model.__name__)}}}
 
-    events = {"text/event-stream": {"schema": {"type": "string"}}}
+    streams = "stream" in request.model_fields
+    events = {"text/event-stream": {"schema": {"type": "string"}}} if streams else {}
     return {
         "summary": summary,
         "requestBody": {"required": True, "content": content(request)},
         "responses": {
             "200": {
-                "description": "The answer; server-sent events with stream=true.",
+                "description": "The answer; server-sent events with stream=true."
+                if streams
+                else "The answer.",
                 "content": content(response) | events,
             },
             "default": {"description": "Any error", "content": content(ErrorBody)},

@@ -38,6 +38,8 @@ class ProxySettings:
     log_json: bool = False
     engine: str = "engine"
     submit: str = "submit"
+    tokenizer_model: str = "tokenizer"
+    trust_request_chat_template: bool = False
     tls: bool = False
     tls_ca: str = ""
     tls_cert: str = ""

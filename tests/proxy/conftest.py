@@ -6,7 +6,7 @@ import httpx
 import openai
 import pytest
 
-from tests.proxy.fakes import FakeSession, Proxy, Reply, running_proxy
+from tests.proxy.fakes import FakeSession, FakeText, Proxy, Reply, running_proxy
 
 
 @pytest.fixture(scope="session")
@@ -22,12 +22,18 @@ def proxy(shared_proxy: Proxy) -> Proxy:
     for name in ("ready", "status", "submissions", "aborted", "cancelled"):
         setattr(session, name, getattr(fresh, name))
     session.reply = lambda submission: Reply()
+    vars(shared_proxy.text).update(vars(FakeText()))
     return shared_proxy
 
 
 @pytest.fixture
 def session(proxy: Proxy) -> FakeSession:
     return proxy.session
+
+
+@pytest.fixture
+def text(proxy: Proxy) -> FakeText:
+    return proxy.text
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import itertools
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -93,6 +93,28 @@ class FakeSession:
         return stream
 
 
+class FakeText:
+    """Answers for the tokenizer model: `replies` by op, an exception being raised."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, dict[str, Any]]] = []
+        self.template = "{{ messages }}"
+        self.generation_prompt = ""
+        self.replies: dict[str, dict[str, Any] | Exception] = {}
+
+    async def ask(self, op: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        self.asked.append((op, dict(body)))
+        if op == "describe" and op not in self.replies:
+            return {"chat_template": self.template, "generation_prompt": self.generation_prompt}
+        reply = self.replies[op]
+        if isinstance(reply, Exception):
+            raise reply
+        return reply
+
+    async def close(self) -> None:
+        pass
+
+
 async def _play(stream: Stream, steps: Sequence[Delta | End | float]) -> None:
     await asyncio.sleep(0.005)
     for step in steps:
@@ -113,13 +135,14 @@ async def _play(stream: Stream, steps: Sequence[Delta | End | float]) -> None:
 class Proxy:
     url: str
     session: FakeSession
+    text: FakeText
     server: uvicorn.Server
 
 
 @contextmanager
 def running_proxy(**settings: Any) -> Iterator[Proxy]:
-    session = FakeSession()
-    app = create_app(ProxySettings(**settings), lambda _: session)
+    session, text = FakeSession(), FakeText()
+    app = create_app(ProxySettings(**settings), lambda _: session, lambda _: text)
     config = server_config(app, app.state.settings)
     server = uvicorn.Server(config)
     listener = socket.create_server(("127.0.0.1", 0))
@@ -128,7 +151,7 @@ def running_proxy(**settings: Any) -> Iterator[Proxy]:
     thread.start()
     try:
         eventually(lambda: server.started)
-        yield Proxy(f"http://127.0.0.1:{port}", session, server)
+        yield Proxy(f"http://127.0.0.1:{port}", session, text, server)
     finally:
         server.should_exit = True
         thread.join(10)

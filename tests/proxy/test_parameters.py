@@ -120,8 +120,6 @@ NOT_BUILT: list[tuple[str, Any, list[Any]]] = [
     ("store", True, [False]),
     ("service_tier", "flex", ["auto", "default"]),
     ("include_stop_str_in_output", True, [False]),
-    ("continue_final_message", True, [False]),
-    ("add_generation_prompt", False, [True]),
     ("prompt_embeds", "AAAA", []),
     ("lora_path", "x", []),
 ]

@@ -24,9 +24,32 @@ def test_text_parts_are_joined_with_newlines_in_a_copy() -> None:
     assert message["content"] is parts
 
 
+def call(arguments: Any) -> dict[str, Any]:
+    function = {"name": "f", "arguments": arguments}
+    calls = [{"id": "1", "type": "function", "function": function}]
+    return {"role": "assistant", "content": None, "tool_calls": calls}
+
+
 def test_content_may_miss_beside_tool_calls_only() -> None:
-    calls = {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}
-    assert check_messages([USER, calls])[1]["content"] == ""
+    assert check_messages([USER, call("{}")])[1]["content"] == ""
+
+
+@pytest.mark.parametrize("arguments", ['{"a": [1, "x"]}', {"a": [1, "x"]}])
+def test_arguments_of_tool_calls_become_objects(arguments: Any) -> None:
+    message = call(arguments)
+    [checked] = check_messages([message])
+    function = {"name": "f", "arguments": {"a": [1, "x"]}}
+    assert checked["tool_calls"] == [{"id": "1", "type": "function", "function": function}]
+    assert message == call(arguments)
+
+
+def test_a_call_without_arguments_has_an_empty_object() -> None:
+    assert check_messages([call("")])[0]["tool_calls"][0]["function"]["arguments"] == {}
+
+
+def test_the_old_role_function_is_a_tool() -> None:
+    message = {"role": "function", "name": "f", "content": "3"}
+    assert check_messages([message]) == [{"role": "tool", "name": "f", "content": "3"}]
 
 
 @pytest.mark.parametrize(
@@ -44,6 +67,15 @@ def test_content_may_miss_beside_tool_calls_only() -> None:
         ([{"role": "user"}], "messages[0].content"),
         ([{"role": "user", "content": None, "tool_calls": [1]}], "messages[0].content"),
         ([{"role": "assistant", "content": None}], "messages[0].content"),
+        ([{"role": "assistant", "tool_calls": 1}], "messages[0].tool_calls"),
+        ([{"role": "assistant", "tool_calls": [{}]}], "messages[0].tool_calls[0]"),
+        (
+            [{"role": "assistant", "tool_calls": [{"function": {}}]}],
+            "messages[0].tool_calls[0].function.name",
+        ),
+        ([call("{")], "messages[0].tool_calls[0].function.arguments"),
+        ([call("[1]")], "messages[0].tool_calls[0].function.arguments"),
+        ([call(3)], "messages[0].tool_calls[0].function.arguments"),
         ([{"role": "user", "content": 3}], "messages[0].content"),
         ([{"role": "user", "content": {"text": "a"}}], "messages[0].content"),
         ([{"role": "user", "content": ["a"]}], "messages[0].content[0]"),

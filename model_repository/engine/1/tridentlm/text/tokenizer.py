@@ -59,23 +59,32 @@ class Tokenizer:
             eos_token_ids=eos,
         )
 
-    def encode(self, text: str) -> list[int]:
-        """The ids of a prompt, with the special tokens that the tokenizer itself adds."""
-        return self._encode(text, "prompt", add_special_tokens=True)
+    @property
+    def chat_template(self) -> str | None:
+        return self._chat_template
 
-    def encode_chat(self, messages: Any, /, **template_kwargs: Any) -> list[int]:
-        """The ids of a conversation through the model's chat template.
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """The ids of a prompt, with the special tokens that the tokenizer itself adds."""
+        return self._encode(text, "prompt", add_special_tokens=add_special_tokens)
+
+    def encode_chat(
+        self, messages: Any, template: str | None = None, /, **template_kwargs: Any
+    ) -> list[int]:
+        """The ids of a conversation through `template`, or the model's own chat template.
 
         `template_kwargs` go to the template; `add_generation_prompt` defaults to true. Raises
-        InvalidRequest for bad messages, a missing template, or one that refuses.
+        InvalidRequest for bad messages, a missing template, one that refuses, or one that would
+        leave out the `tools`.
         """
-        text = self.render_chat(messages, **template_kwargs)
+        text = self.render_chat(messages, template, **template_kwargs)
         return self._encode(text, "messages", add_special_tokens=False)
 
-    def render_chat(self, messages: Any, /, **template_kwargs: Any) -> str:
+    def render_chat(
+        self, messages: Any, template: str | None = None, /, **template_kwargs: Any
+    ) -> str:
         """The text that `encode_chat` encodes."""
         chat = check_messages(messages)
-        template = self._chat_template
+        template = self._chat_template if template is None else template
         if template is None:
             raise InvalidRequest("This model has no chat template.", param="messages")
         for name in RESERVED:
@@ -87,6 +96,8 @@ class Tokenizer:
             for message in chat:
                 if message["role"] == "developer":
                     message["role"] = "system"
+        if template_kwargs.get("tools") and "tools" not in template:
+            raise InvalidRequest("The chat template has no place for tools.", param="tools")
         options = self._special_tokens | template_kwargs
         continued = bool(options.get("continue_final_message"))
         if options.setdefault("add_generation_prompt", not continued) and continued:
@@ -103,6 +114,10 @@ class Tokenizer:
                 f"The chat template refused these messages: {error}", param="messages"
             ) from error
         return str(rendered[0])
+
+    def tokens(self, ids: Iterable[int]) -> list[str | None]:
+        """The vocabulary's own spelling of each id; None for an id that it does not hold."""
+        return [self._backend.id_to_token(i) for i in ids]
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)

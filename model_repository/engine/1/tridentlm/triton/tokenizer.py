@@ -5,6 +5,8 @@ engine could not take tensors from before it:
 
     generate:  input_ids int32[n]            sampling {fields}            stream  op "relayed"
     submit:    input_ids int32[sum of n_i]   sampling [{uid, n, ...}...]  stream  op "submit"
+
+Asked directly with `op` (see `TextOps`), it answers with one JSON object in `answer` instead.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from tridentlm.errors import InvalidRequest
 from tridentlm.protocol import Op
 from tridentlm.startup import settle
 from tridentlm.triton import tensors
+from tridentlm.triton.textops import TextOps
 from tridentlm.triton.watchdog import exit_with_server
 
 SCALARS = (
@@ -78,6 +81,7 @@ class TritonPythonModel:
         tensors.check_package_version(Path(args["model_repository"]) / args["model_version"] / "x")
         settings = resolve_settings(tensors.config_parameters(args))
         self._tokenizer = Tokenizer.load(resolve_model(settings))
+        self._ops = TextOps(self._tokenizer)
         settle()
 
     def execute(self, requests: list[Any]) -> list[Any]:
@@ -85,6 +89,11 @@ class TritonPythonModel:
 
     def _answer(self, request: Any) -> Any:
         try:
+            op = tensors.string(request, "op")
+            if op is not None:
+                body = tensors.json_object(tensors.string(request, "request") or "{}", "request")
+                answer = tensors.text_tensor("answer", orjson.dumps(self._ops.run(op, body)))
+                return pb_utils.InferenceResponse([answer])
             submissions = tensors.strings(request, "request")
             if submissions is not None:
                 uids = tensors.strings(request, "uid") or []
@@ -138,12 +147,7 @@ class TritonPythonModel:
             )
         value = source[given[0]]
         if given[0] == "messages":
-            kwargs = source.get("chat_template_kwargs") or {}
-            if not isinstance(kwargs, dict):
-                raise InvalidRequest(
-                    "chat_template_kwargs must be an object.", param="chat_template_kwargs"
-                )
-            return self._tokenizer.encode_chat(value, **kwargs)
+            return self._ops.encode_chat(source)
         if given[0] == "prompt":
             if not isinstance(value, str):
                 raise InvalidRequest("The prompt must be a string.", param="prompt")
