@@ -47,12 +47,14 @@ PROXY_HELP = {
     "max_body_mb": "Largest request body in MiB.",
     "timeout": "Seconds after which a request is ended, unless it says otherwise; 0: none.",
     "log_json": "Access log as JSON.",
+    "trust_request_chat_template": "Let requests bring their own chat_template, a program.",
     "cors_origins": "Origins that may call from a browser, comma separated; *: all.",
 }
 CONNECTION_HELP = {
     "triton": "HOST:PORT of Triton's gRPC.",
     "engine": "Name of the engine model in Triton.",
     "submit": "Name of the submit ensemble in Triton.",
+    "tokenizer_model": "Name of the tokenizer model in Triton.",
     "tls": "TLS to Triton with the system's certificates.",
     "tls_ca": "PEM file with the authority that signed Triton's certificate.",
     "tls_cert": "PEM file with our certificate, for mutual TLS.",
