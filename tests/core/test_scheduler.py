@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 from tridentlm.core.plan import FROM_DEVICE, I32, I64
+from tridentlm.core.radix import RadixCache
 from tridentlm.core.request import FinishReason, Limits, Request
 from tridentlm.core.scheduler import Scheduler
 from tridentlm.errors import ContextLengthExceeded, InvalidRequest
 
 from tests.core.driver import Driver, make_limits, make_request
 from tests.core.fake_model import answer
-from tests.core.page_cache import PageCache
 
 
 def first_tokens(request: Request, count: int) -> frozenset[int]:
@@ -246,7 +246,7 @@ def test_token_outside_the_vocabulary_is_refused() -> None:
 
 
 def test_cached_prefix_is_not_computed_again_and_is_reported() -> None:
-    driver = Driver(make_limits(), cache=PageCache(4))
+    driver = Driver(make_limits(), cache=RadixCache(4))
     prompt = np.arange(14, dtype=np.int32)
     driver.add(Request(1, prompt, 4))
     while driver.scheduler.has_work:
@@ -261,7 +261,7 @@ def test_cached_prefix_is_not_computed_again_and_is_reported() -> None:
 
 
 def test_page_whose_last_token_was_never_computed_is_not_cached() -> None:
-    driver = Driver(make_limits(), cache=PageCache(4))
+    driver = Driver(make_limits(), cache=RadixCache(4))
     driver.add(make_request(1, prompt_len=6, max_tokens=2))  # the KV of token 8 is not needed
     while driver.scheduler.has_work:
         driver.step()
@@ -273,7 +273,7 @@ def test_page_whose_last_token_was_never_computed_is_not_cached() -> None:
 
 
 def test_cached_pages_are_evicted_for_who_needs_them() -> None:
-    driver = Driver(make_limits(num_pages=8), cache=PageCache(4))
+    driver = Driver(make_limits(num_pages=8), cache=RadixCache(4))
     for request_id in range(4):
         driver.add(make_request(request_id, prompt_len=20, max_tokens=8))
     driver.run(steps_in_flight=2)

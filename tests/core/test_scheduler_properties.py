@@ -10,12 +10,12 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from tridentlm.core.plan import I32
+from tridentlm.core.radix import RadixCache
 from tridentlm.core.request import FinishReason, Limits, Request
 from tridentlm.errors import InvalidRequest
 
 from tests.core.driver import Driver
 from tests.core.fake_model import VOCAB
-from tests.core.page_cache import PageCache
 
 lengths = st.one_of(st.integers(1, 8), st.integers(1, 70))
 prompts = st.one_of(
@@ -56,7 +56,7 @@ class Traffic(RuleBasedStateMachine):
             vocab_size=VOCAB,
         )
         self.steps_in_flight = steps_in_flight
-        self.driver = Driver(self.limits, cache=PageCache(page_size) if cached else None)
+        self.driver = Driver(self.limits, cache=RadixCache(page_size) if cached else None)
         self.now = 0.0
         self.next_id = 0
         self.aborted: set[int] = set()
@@ -120,7 +120,7 @@ class Traffic(RuleBasedStateMachine):
         for request in self.driver.requests.values():
             if request.deadline <= self.now:
                 assert request.id not in self.driver.scheduler._slot_of
-                assert request.id not in self.driver.scheduler._waiting
+                assert request.id not in self.driver.scheduler._queue
 
     @rule()
     def flush(self) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from tridentlm.core.radix import RadixCache
 from tridentlm.core.request import FinishReason, Request
 
 from tests.core.driver import Driver, make_limits
 from tests.core.fake_model import VOCAB
-from tests.core.page_cache import PageCache
 
 ROUNDS = 100
 
@@ -44,7 +44,7 @@ def test_every_promise_holds_under_load(seed: int, steps_in_flight: int) -> None
         max_step_tokens=int(rng.integers(3, 40)),
         max_model_len=48,
     )
-    driver = Driver(limits, cache=PageCache(page_size) if rng.random() < 0.7 else None)
+    driver = Driver(limits, cache=RadixCache(page_size) if rng.random() < 0.7 else None)
     aborted: set[int] = set()
     for turn in range(ROUNDS):
         for i in range(int(rng.integers(0, 3))):

@@ -91,6 +91,9 @@ def pack_add(requests: Sequence[Request], now: float) -> Frames:
             "min_p": r.min_p,
             "seed": r.seed,
             "stop_token_ids": list(r.stop_token_ids),
+            "priority": r.priority,
+            "cache_salt": r.cache_salt,
+            "client": r.client,
             "deadline_s": None if math.isinf(r.deadline) else r.deadline - now,
         }
         for r in requests
@@ -122,6 +125,9 @@ def unpack_request(head: dict[str, Any], ids: I32, now: float) -> Request:
         seed=int(head["seed"]),
         stop_token_ids=frozenset(map(int, head["stop_token_ids"])),
         deadline=math.inf if left is None else now + float(left),
+        priority=int(head["priority"]),
+        cache_salt=str(head["cache_salt"]),
+        client=str(head["client"]),
     )
 
 

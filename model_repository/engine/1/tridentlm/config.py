@@ -30,7 +30,12 @@ class EngineSettings:
     max_model_len: int = 0
     max_running: int = 256
     max_queue: int = 1024
+    max_queued_tokens: int = 0
+    session_share: float = 1.0
     max_step_tokens: int = 0
+    prefix_cache: str = "radix"
+    admission: str = "optimistic"
+    policy: str = "fcfs"
     steps_in_flight: int = 1
     threads: int = 0
     runner: str = "model"
@@ -42,11 +47,19 @@ class EngineSettings:
         _one_of("device", self.device, ("auto", "cpu", "cuda"))
         _one_of("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
         _one_of("runner", self.runner, ("model", "simulated"))
+        _one_of("prefix_cache", self.prefix_cache, ("radix", "null"))
+        _one_of("admission", self.admission, ("optimistic", "reserve"))
+        _one_of("policy", self.policy, ("fcfs", "priority", "longest-prefix"))
         _one_of("page_size", self.page_size, (1, 2, 4, 8, 16, 32, 64, 128))
         _one_of("steps_in_flight", self.steps_in_flight, (1, 2))
         for name in ("num_pages", "max_model_len", "max_queue", "max_step_tokens", "threads"):
             if getattr(self, name) < 0:
                 raise InvalidRequest(f"{name} must not be negative.", param=name)
+        if self.max_queued_tokens < 0:
+            message = "max_queued_tokens must not be negative."
+            raise InvalidRequest(message, param="max_queued_tokens")
+        if not 0 < self.session_share <= 1:
+            raise InvalidRequest("session_share must be in (0, 1].", param="session_share")
         if self.max_running < 1:
             raise InvalidRequest("max_running must be at least 1.", param="max_running")
 

@@ -7,6 +7,8 @@ from collections import deque
 
 from tridentlm.config import EngineSettings
 from tridentlm.core.plan import EngineStats, StepOutput, StepPlan
+from tridentlm.core.policy import POLICIES
+from tridentlm.core.radix import RadixCache
 from tridentlm.core.request import Limits, Request
 from tridentlm.core.runner import PendingStep, Runner
 from tridentlm.core.scheduler import Scheduler
@@ -36,11 +38,35 @@ class Engine:
         device  ....... step k ..........................|.. step k+1 .................
     """
 
-    def __init__(self, runner: Runner, *, steps_in_flight: int = 1) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        *,
+        steps_in_flight: int = 1,
+        prefix_cache: str = "radix",
+        admission: str = "optimistic",
+        policy: str = "fcfs",
+    ) -> None:
+        """The keywords are the settings of these names."""
         self.runner = runner
-        self.scheduler = Scheduler(runner.limits)
+        self.scheduler = Scheduler(
+            runner.limits,
+            cache=RadixCache(runner.limits.page_size) if prefix_cache == "radix" else None,
+            policy=POLICIES[policy],
+            reserve=admission == "reserve",
+        )
         self._steps_in_flight = steps_in_flight
         self._launched: deque[tuple[StepPlan, PendingStep]] = deque()
+
+    @classmethod
+    def from_settings(cls, runner: Runner, settings: EngineSettings) -> Engine:
+        return cls(
+            runner,
+            steps_in_flight=settings.steps_in_flight,
+            prefix_cache=settings.prefix_cache,
+            admission=settings.admission,
+            policy=settings.policy,
+        )
 
     @property
     def limits(self) -> Limits:

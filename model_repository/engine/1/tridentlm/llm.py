@@ -43,7 +43,7 @@ class LLM:
         self.tokenizer = Tokenizer.load(resolve_model(resolved))
         runner, self.name = build_runner(resolved)
         self._eos_token_ids = runner.eos_token_ids
-        self._engine = Engine(runner, steps_in_flight=resolved.steps_in_flight)
+        self._engine = Engine.from_settings(runner, resolved)
         self._next_id = 0
 
     def __enter__(self) -> LLM:

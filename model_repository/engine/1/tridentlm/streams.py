@@ -73,6 +73,11 @@ class TextStream:
         self._count = 0
         self._ids: list[int] | None = [] if keep_ids else None
 
+    @property
+    def started(self) -> bool:
+        """Whether the first token has come."""
+        return self._completion_tokens > 0
+
     def set_cached(self, cached_tokens: int) -> None:
         self._cached_tokens = cached_tokens
 

@@ -67,7 +67,7 @@ class Worker:
             traceback.print_exc()
             self._send(Failed(as_trident_error(error)))
             return 1
-        engine = Engine(runner, steps_in_flight=settings.steps_in_flight)
+        engine = Engine.from_settings(runner, settings)
         settle()
         hello = self._inbox.recv_multipart()
         assert hello == [HELLO], "the stub speaks first"

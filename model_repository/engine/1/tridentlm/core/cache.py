@@ -1,14 +1,16 @@
 """The prefix cache's interface, and the cache that never holds anything.
 
-A cache owns the KV pages of prompts and answers of earlier requests. Ownership of a page:
+A cache owns the KV pages of prompts and answers, of earlier requests and of running ones as far as
+they have come. Ownership of a page:
 
-    PagePool --allocate--> request --insert, at its end--> cache --evict_until--> PagePool
-                              ^                              |
-                              `----- match_prefix + lock ----'   (shared, read only)
+    PagePool --allocate--> request --insert, as pages fill--> cache --evict_until--> PagePool
+                              ^                                 |
+                              `------ match_prefix + lock ------'   (shared, read only)
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -21,7 +23,7 @@ NO_PAGES: I32 = np.empty(0, np.int32)
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The longest cached prefix: `length` tokens, a multiple of the page size, in `pages`."""
+    """A cached prefix: `length` tokens, a multiple of the page size, in `pages`."""
 
     pages: I32
     length: int
@@ -29,30 +31,39 @@ class Match:
 
 
 class PrefixCache(Protocol):
+    """Prefixes of one `salt` are never found under another."""
+
     @property
     def evictable(self) -> int:
         """Pages that `evict_until` can give up now."""
 
-    def match_prefix(self, ids: I32) -> Match:
-        """What is cached of `ids`. Only a lock keeps it from being evicted."""
+    def match_prefix(self, ids: I32, salt: str = "") -> Match:
+        """The longest cached prefix of `ids`. Only a lock keeps it from being evicted."""
+
+    def match_length(self, ids: I32, salt: str = "") -> int:
+        """How many tokens `match_prefix` would find; changes nothing."""
 
     def lock(self, handle: Any) -> None:
         """Protects a match from eviction until as many `unlock`s."""
 
     def unlock(self, handle: Any) -> None: ...
 
-    def insert(self, ids: I32, pages: I32, cached: int) -> I32:
-        """Offers the pages that hold the KV of `ids`, int32[any number >= pages for ids].
+    def insert(self, ids: I32, pages: I32, shared: int, salt: str = "") -> Match:
+        """Offers the pages that hold the KV of `ids`, int32[>= whole pages of ids].
 
-        The first `cached` tokens' pages came from `match_prefix`. Returns those after them that
-        the cache did not take over, which stay the caller's.
+        The first `shared` pages are the cache's already. Returns what the cache now holds of `ids`:
+        an offered page that is not in the answer stays the caller's.
         """
 
     def evict_until(self, pages: int) -> I32:
         """Gives up at least `pages` pages (all that are evictable if fewer) to the caller."""
 
-    def check(self) -> I32:
-        """All pages the cache owns. Raises AssertionError if its books do not balance."""
+    def check(self, holders: Iterable[tuple[Any, I32]]) -> I32:
+        """All pages the cache owns, int32[n].
+
+        `holders` are all locked handles, each with the pages that its holder reads through it.
+        Raises AssertionError if the books do not balance.
+        """
 
 
 class NullCache:
@@ -60,8 +71,11 @@ class NullCache:
 
     evictable = 0
 
-    def match_prefix(self, ids: I32) -> Match:
+    def match_prefix(self, ids: I32, salt: str = "") -> Match:
         return Match(NO_PAGES, 0)
+
+    def match_length(self, ids: I32, salt: str = "") -> int:
+        return 0
 
     def lock(self, handle: Any) -> None:
         pass
@@ -69,11 +83,12 @@ class NullCache:
     def unlock(self, handle: Any) -> None:
         pass
 
-    def insert(self, ids: I32, pages: I32, cached: int) -> I32:
-        return pages
+    def insert(self, ids: I32, pages: I32, shared: int, salt: str = "") -> Match:
+        return Match(NO_PAGES, 0)
 
     def evict_until(self, pages: int) -> I32:
         return NO_PAGES
 
-    def check(self) -> I32:
+    def check(self, holders: Iterable[tuple[Any, I32]]) -> I32:
+        assert not any(len(pages) for _, pages in holders)
         return NO_PAGES

@@ -73,7 +73,10 @@ class StepOutput:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """A snapshot; the last four count from the start. `running` is admitted and not finished."""
+    """A snapshot; from `steps` on, counts from the start. `running` is admitted and not finished.
+
+    `free_pages` are all that no request holds; of these, `cached_pages` hold a reusable prefix.
+    """
 
     running: int
     waiting: int
@@ -84,3 +87,4 @@ class EngineStats:
     prompt_tokens: int
     generation_tokens: int
     prefix_hit_tokens: int
+    preemptions: int = 0

@@ -40,7 +40,8 @@ class SamplingParams:
     `max_tokens` None: the rest of the context, capped by what the KV pool can hold. `temperature` 0
     is greedy. `top_k` 0 and -1, `top_p` 1 and `min_p` 0 are off. `seed` None: a random one. `stop`
     holds up to 16 texts that end the request; `stop_token_ids` end it like an EOS. `timeout` is in
-    seconds from arrival (None: no limit).
+    seconds from arrival (None: no limit). A lower `priority` goes first, where the policy looks at
+    it. Prompts share cached KV only with requests of the same `cache_salt`.
     """
 
     max_tokens: int | None = None
@@ -54,6 +55,8 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     skip_special_tokens: bool = True
     timeout: float | None = None
+    priority: int = 0
+    cache_salt: str = ""
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> SamplingParams:
@@ -100,6 +103,12 @@ def _flag(name: str, value: Any) -> bool:
     return value
 
 
+def _salt(name: str, value: Any) -> str:
+    if not isinstance(value, str) or len(value) > 256:
+        raise InvalidRequest(f"{name} must be a string of at most 256 characters.", param=name)
+    return value
+
+
 def _stops(name: str, value: Any) -> tuple[str, ...]:
     stops = [value] if isinstance(value, str) else value
     if not isinstance(stops, (list, tuple)) or not all(isinstance(s, str) for s in stops):
@@ -131,6 +140,8 @@ _CHECKS: dict[str, Any] = {
     "stop_token_ids": _token_ids,
     "skip_special_tokens": _flag,
     "timeout": _number(0, 1e9, open_low=True),
+    "priority": _integer(-TOP_LIMIT),
+    "cache_salt": _salt,
 }
 
 
@@ -141,7 +152,7 @@ class Request:
     `id` is unique for the life of the engine process. `prompt` is int32[n], n >= 1. `max_tokens` is
     resolved by `Limits.resolve`. `seed` is in [0, 2**64). `stop_token_ids` is the full set that
     ends the request: EOS ids (unless ignored) and the request's own. `deadline` is a
-    time.monotonic() value in seconds, or inf.
+    time.monotonic() value in seconds, or inf. `client` is who shares the slots fairly with others.
     """
 
     id: int
@@ -154,6 +165,9 @@ class Request:
     seed: int = 0
     stop_token_ids: frozenset[int] = frozenset()
     deadline: float = math.inf
+    priority: int = 0
+    cache_salt: str = ""
+    client: str = ""
 
     @classmethod
     def build(
@@ -163,6 +177,7 @@ class Request:
         params: SamplingParams,
         limits: Limits,
         eos_token_ids: frozenset[int],
+        client: str = "",
     ) -> Request:
         """The request that `params` describe, arriving now.
 
@@ -181,6 +196,9 @@ class Request:
             seed=secrets.randbits(64) if params.seed is None else params.seed % 2**64,
             stop_token_ids=stops if params.ignore_eos else stops | eos_token_ids,
             deadline=math.inf if params.timeout is None else time.monotonic() + params.timeout,
+            priority=params.priority,
+            cache_salt=params.cache_salt,
+            client=client,
         )
 
 

@@ -3,56 +3,68 @@
 A request's life. All endings share one path, and the retire rule decides when memory is reused:
 
     add --> waiting --admission--> running --EOS, length, abort, deadline, error--> finished
-               |                                                                       |
-               `----------abort, deadline, error (it holds nothing)--> gone  <--retire-'
+             | ^                      |                                                |
+             | `---- preempted <------' when pages run out                             |
+             `----------abort, deadline, error (it holds nothing)--> gone  <--retire---'
                                                      when no launched step contains it
 
-Admission reserves all pages that prompt and max_tokens need, so a running request never lacks one.
+Pages are given as a row grows. When none is left, the row with the weakest claim (the highest
+priority value, then the youngest) gives up its own and is queued again with what it has generated;
+its KV stays in the prefix cache while nobody needs the room. The row with the strongest claim is
+never preempted, so somebody always comes to an end.
+
 Up to two steps may be in flight: `schedule()` for step k + 1 comes before `commit()` of step k, so
 a sequence that step k ends by EOS is computed once more; what comes of it is dropped.
 """
 
 from __future__ import annotations
 
-import math
 from collections import deque
 
 import numpy as np
+import numpy.typing as npt
 
+from tridentlm.core.admission import Admission
 from tridentlm.core.cache import NullCache, PrefixCache
-from tridentlm.core.pages import PagePool
-from tridentlm.core.plan import FROM_DEVICE, I32, I64, EngineStats, StepOutput, StepPlan
+from tridentlm.core.kv import KVPages
+from tridentlm.core.plan import I32, I64, EngineStats, StepOutput, StepPlan
+from tridentlm.core.planner import plan_step
 from tridentlm.core.policy import Policy, fcfs
+from tridentlm.core.queue import WaitingQueue
 from tridentlm.core.request import FinishReason, Limits, Request
 from tridentlm.core.table import NO_TOKEN, SlotTable
 from tridentlm.errors import InvalidRequest
 
 
 class Scheduler:
+    """`reserve`: admission sets aside all pages that max_tokens may need; nobody is preempted."""
+
     def __init__(
-        self, limits: Limits, *, cache: PrefixCache | None = None, policy: Policy = fcfs
+        self,
+        limits: Limits,
+        *,
+        cache: PrefixCache | None = None,
+        policy: Policy = fcfs,
+        reserve: bool = False,
     ) -> None:
         self.limits = limits
-        self.cache: PrefixCache = cache or NullCache()
-        self.pool = PagePool(limits.num_pages)
         self.table = SlotTable(limits)
-        self._policy = policy
-        self._waiting: dict[int, Request] = {}
-        self._waiting_deadline = math.inf  # no waiting request is overdue before
-        self._slot_of: dict[int, int] = {}  # running requests
-        self._running: I64 = np.empty(0, np.int64)  # their slots, in order of admission
+        self.kv = KVPages(limits, self.table, cache or NullCache())
+        self._queue = WaitingQueue(policy)
+        self._admission = Admission(limits, self.table, self.kv, self._queue, reserve=reserve)
+        self._slot_of: dict[int, int] = {}  # admitted requests
+        self._running: I64 = np.empty(0, np.int64)  # their slots, without those that are leaving
         self._launched: deque[StepPlan] = deque()
         self._ended: dict[int, FinishReason] = {}  # terminal outputs not yet handed out
         self._errors: dict[int, str] = {}
         self._steps = 0
-        self._prompt_tokens = 0
         self._generation_tokens = 0
-        self._prefix_hit_tokens = 0
+        self._preemptions = 0
 
     @property
     def has_work(self) -> bool:
         """Whether anything is unfinished, in flight or not yet reported."""
-        return bool(self._waiting or self._slot_of or self._launched or self._ended)
+        return bool(len(self._queue) or self._slot_of or self._launched or self._ended)
 
     def add(self, request: Request) -> None:
         """Queues a request. Raises InvalidRequest if it can never be served, or if its id lives."""
@@ -60,14 +72,13 @@ class Scheduler:
             raise InvalidRequest("max_tokens must be at least 1.", param="max_tokens")
         self.limits.resolve(len(request.prompt), request.max_tokens)
         self.limits.check_ids(request.prompt)
-        if request.id in self._waiting or request.id in self._slot_of or request.id < 0:
+        if request.id in self._queue or request.id in self._slot_of or request.id < 0:
             raise InvalidRequest(f"Request id {request.id} is in use or negative.", param="id")
-        self._waiting[request.id] = request
-        self._waiting_deadline = min(self._waiting_deadline, request.deadline)
+        self._queue.add(request, self._admission.count)
 
     def abort(self, request_id: int) -> None:
         """Ends a request in whatever state it is. An unknown or ended one is ignored."""
-        if request_id in self._waiting or request_id in self._slot_of:
+        if request_id in self._queue or request_id in self._slot_of:
             self._end(request_id, FinishReason.ABORT)
 
     def fail(self, request_id: int, message: str) -> None:
@@ -76,122 +87,122 @@ class Scheduler:
         self._errors[request_id] = message
 
     def fail_all(self, message: str) -> None:
-        for request_id in [*self._waiting, *self._slot_of]:
+        for request_id in [*self._queue, *self._slot_of]:
             self.fail(request_id, message)
 
     def abort_all(self) -> None:
-        for request_id in [*self._waiting, *self._slot_of]:
+        for request_id in [*self._queue, *self._slot_of]:
             self.abort(request_id)
 
     def expire(self, now: float) -> None:
         """Aborts every request whose deadline is not after `now`."""
-        overdue = self._running[self.table.deadline[self._running] <= now]
-        ids: list[int] = self.table.ids[overdue].tolist()
-        if now >= self._waiting_deadline:
-            ids += [r.id for r in self._waiting.values() if r.deadline <= now]
-        for request_id in ids:
+        overdue = self.table.ids[(self.table.deadline <= now) & ~self.table.finished]
+        for request_id in [*overdue[overdue >= 0].tolist(), *self._queue.overdue(now)]:
             self.abort(request_id)
-        if now >= self._waiting_deadline:
-            deadlines = (r.deadline for r in self._waiting.values())
-            self._waiting_deadline = min(deadlines, default=math.inf)
 
     def schedule(self) -> StepPlan | None:
         """The next step, or None when there is nothing to compute before a commit or an add."""
-        pending = self._pending()
-        budget = self.limits.max_step_tokens - int(pending.sum())
-        if self._admit(budget):
-            pending = self._pending()
+        preemptions = self._preemptions
+        slots = self._with_pages()
+        pending = self._pending(slots)
+        # Newcomers would take the pages that somebody has just been preempted for.
+        if len(slots) == len(self._running) and preemptions == self._preemptions:
+            self._admit(pending)
+            slots = self._running
+            pending = self._pending(slots)
         # Decodes first, so that a long prompt's chunks take only what the budget leaves.
         order = np.argsort(pending != 1, kind="stable")
-        slots, pending = self._running[order], pending[order]
+        slots, pending = slots[order], pending[order]
         room = self.limits.max_step_tokens - (np.cumsum(pending) - pending)
         take = np.minimum(pending, room)
         chosen = take > 0
         if not chosen.any():
             return None
-        plan = self._plan(slots[chosen], take[chosen])
+        return self._launch(slots[chosen], take[chosen])
+
+    def _launch(self, slots: I64, take: I64) -> StepPlan:
+        """Plans the step. The prompts' pages that it fills can be shared from the next one on."""
+        filling = slots[(take > 1) | (self.table.computed[slots] < self.table.prompt_len[slots])]
+        plan = plan_step(self.table, slots, take, self._steps)
         self._launched.append(plan)
         self._steps += 1
+        for slot in filling.tolist():
+            self.kv.share(slot, plan.step)
         return plan
 
-    def _pending(self) -> I64:
-        """Tokens that each running slot could compute now: one to decode, more of a prompt."""
+    def _pending(self, slots: I64) -> I64:
+        """Tokens that each slot could compute now: one to decode, more of a prompt."""
+        table = self.table
+        length = table.length[slots]
+        return np.where(length < table.final_len[slots], length - table.computed[slots], 0)
+
+    def _with_pages(self) -> I64:
+        """The running slots that have pages for what they could compute, after giving out pages.
+
+        A row whose page could not be had waits for the next step.
+        """
         table, running = self.table, self._running
-        length = table.length[running]
-        return np.where(length < table.final_len[running], length - table.computed[running], 0)
+        end = table.computed[running] + self._pending(running)
+        full = running[end > table.num_pages[running] * self.limits.page_size]
+        if not len(full):
+            return running
+        if len(full) > self.kv.available:
+            full = self._make_room(full)
+        count = min(len(full), self.kv.available)
+        self.kv.grow(full[:count])
+        if count == len(full):
+            return self._running
+        return self._running[~np.isin(self._running, full[count:])]
 
-    def _admit(self, budget: int) -> int:
-        """Moves waiting requests into slots while `budget` tokens remain; returns how many."""
-        admitted: list[int] = []
-        if self._waiting and budget > 0 and self.table.num_free:
-            for request in self._policy(self._waiting.values()):
-                if budget <= 0 or not self.table.num_free:
-                    break
-                slot = self._try_admit(request)
-                if slot is None:
-                    break
-                admitted.append(slot)
-                budget -= len(request.prompt) - int(self.table.cached[slot])
+    def _make_room(self, full: I64) -> I64:
+        """Preempts until each of `full` can have a page; returns those left, best claim first.
+
+        A victim that a launched step contains gives its pages back a step later.
+        """
+        table = self.table
+        claims = self._running[
+            np.lexsort((table.arrival[self._running], table.priority[self._running]))
+        ]
+        full = claims[np.isin(claims, full)]
+        while True:
+            leaving = table.leaving
+            promised = int((table.num_pages[leaving] - table.shared[leaving]).sum())
+            room = self.kv.available + promised
+            # The last in line waits rather than preempts itself: those before it may not need more.
+            if len(full) <= room or full[room] == claims[-1]:
+                return full
+            victim, claims = claims[-1], claims[:-1]
+            full = full[full != victim]
+            self._preempt(int(victim))
+
+    def _preempt(self, slot: int) -> None:
+        self._preemptions += 1
+        self._admission.expected.preempted()
+        self._running = self._running[self._running != slot]
+        self.table.leaving[slot] = True
+        if not self.table.in_flight[slot]:
+            self._requeue(slot)
+
+    def _requeue(self, slot: int) -> None:
+        """Queues a preempted request with its tokens so far, all of which have come."""
+        table = self.table
+        entry = table.entries[slot]
+        assert entry is not None
+        assert table.known[slot] == table.length[slot]
+        entry.tokens = table.tokens[slot, : table.known[slot]].copy()
+        del self._slot_of[entry.request.id]
+        self.kv.release(slot)
+        table.release(slot)
+        self._admission.enqueue(entry)
+
+    def _admit(self, pending: I64) -> None:
+        budget = self.limits.max_step_tokens - int(pending.sum())
+        running = self._running
+        admitted = self._admission.admit(running, running[pending > 1], budget)
         for slot in admitted:
-            request_id = int(self.table.ids[slot])
-            del self._waiting[request_id]
-            self._slot_of[request_id] = slot
+            self._slot_of[int(self.table.ids[slot])] = slot
         if admitted:
-            self._running = np.concatenate([self._running, np.array(admitted, np.int64)])
-        return len(admitted)
-
-    def _try_admit(self, request: Request) -> int | None:
-        """A slot with all pages the request will need, or None if the pool lacks them now."""
-        prompt = request.prompt
-        total = self.limits.pages_for(len(prompt) + request.max_tokens)
-        match = self.cache.match_prefix(prompt[:-1])  # one token at least must be computed
-        self.cache.lock(match.handle)  # a locked match no longer counts as evictable
-        missing = total - len(match.pages)
-        if missing > self.pool.num_free + self.cache.evictable:
-            self.cache.unlock(match.handle)
-            return None
-        if missing > self.pool.num_free:
-            self.pool.free(self.cache.evict_until(missing - self.pool.num_free))
-        pages = np.concatenate([match.pages, self.pool.allocate(missing)])
-        self._prompt_tokens += len(prompt)
-        self._prefix_hit_tokens += match.length
-        return self.table.admit(request, pages, match.length, match.handle)
-
-    def _plan(self, slots: I64, take: I64) -> StepPlan:
-        """The step that computes the next `take[i]` tokens of each of `slots`."""
-        table, page_size = self.table, self.limits.page_size
-        ends = np.cumsum(take)
-        starts = ends - take
-        first = table.computed[slots]
-        context = first + take
-        row = np.repeat(np.arange(len(slots)), take)
-        positions = np.arange(ends[-1]) - (starts - first)[row]
-        slot = slots[row]
-        tokens = table.tokens[slot, positions]
-        pages = table.block_table[slot, positions // page_size].astype(np.int64)
-        width = self.limits.pages_for(int(context.max()))
-        sampled = np.flatnonzero(context == table.length[slots])
-        sampling = slots[sampled]
-        table.in_flight[slots] += 1
-        table.computed[slots] = context
-        table.length[sampling] += 1
-        return StepPlan(
-            step=self._steps,
-            slots=slots.astype(np.int32),
-            query_starts=np.concatenate([starts, ends[-1:]]).astype(np.int32),
-            context_lens=context.astype(np.int32),
-            block_tables=table.block_table[slots, :width],
-            token_ids=np.where(positions < table.known[slot], tokens, np.int32(FROM_DEVICE)),
-            positions=positions.astype(np.int32),
-            kv_slots=pages * page_size + positions % page_size,
-            sampled=sampled.astype(np.int32),
-            temperature=table.temperature[sampling],
-            top_k=table.top_k[sampling],
-            top_p=table.top_p[sampling],
-            min_p=table.min_p[sampling],
-            seeds=table.seeds[sampling],
-            sample_positions=context[sampled],
-        )
+            self._running = np.concatenate([running, np.array(admitted, np.int64)])
 
     def commit(self, plan: StepPlan, tokens: I32) -> StepOutput:
         """Takes the tokens of the oldest launched step, int32[S], and tells what came of them."""
@@ -199,6 +210,7 @@ class Scheduler:
         assert plan is oldest, "steps are committed in the order of their launch"
         table = self.table
         table.in_flight[plan.slots] -= 1
+        self.kv.settle(plan.step)
         self._retire(plan.slots[table.finished[plan.slots]])
         slots = plan.slots[plan.sampled]
         live = table.ids[slots] >= 0
@@ -216,12 +228,23 @@ class Scheduler:
             ids=table.ids[slots],
             tokens=tokens,
             finish=finish,
-            cached=list(zip(table.ids[first].tolist(), table.cached[first].tolist(), strict=True)),
+            cached=[
+                (e.request.id, e.cached or 0) for i in first.tolist() if (e := table.entries[i])
+            ],
         )
         self._generation_tokens += len(slots)
         if finish.any():
             self._finish(slots[finish != 0])
+        left = plan.slots[table.leaving[plan.slots] & ~table.finished[plan.slots]]
+        for slot in left[table.in_flight[left] == 0].tolist():
+            self._requeue(slot)
         return self._with_ended(output)
+
+    def _cached(self, slot: int) -> int:
+        entry = self.table.entries[slot]
+        assert entry is not None
+        assert entry.cached is not None
+        return entry.cached
 
     def drain(self) -> StepOutput | None:
         """Terminal outputs of requests that ended outside a step; None if there are none."""
@@ -243,7 +266,7 @@ class Scheduler:
 
     def _end(self, request_id: int, reason: FinishReason) -> None:
         self._ended[request_id] = reason
-        if self._waiting.pop(request_id, None) is None:
+        if not self._queue.remove(request_id):
             slot = self._slot_of.get(request_id)
             if slot is not None:
                 self._finish(np.array([slot]))
@@ -261,38 +284,41 @@ class Scheduler:
         """Takes back slot and pages of finished requests that no launched step contains."""
         table = self.table
         for slot in slots[table.in_flight[slots] == 0].tolist():
-            # The KV of tokens whose value never came back cannot be looked up by value.
-            valid = min(int(table.computed[slot]), int(table.known[slot]))
-            ids, cached = table.tokens[slot, :valid], int(table.cached[slot])
-            self.pool.free(self.cache.insert(ids, table.pages(slot), cached))
-            self.cache.unlock(table.handles[slot])
+            entry = table.entries[slot]
+            assert entry is not None
+            self._admission.expected.observe(float(table.known[slot] - table.prompt_len[slot]))
+            self._admission.leave(entry)
+            self.kv.release(slot)
             table.release(slot)
 
     def flush_cache(self) -> None:
         """Returns every cached page that no running request reads to the pool."""
-        self.pool.free(self.cache.evict_until(self.cache.evictable))
+        self.kv.flush()
 
     def stats(self) -> EngineStats:
         return EngineStats(
             running=len(self._slot_of),
-            waiting=len(self._waiting),
+            waiting=len(self._queue),
             free_slots=self.table.num_free,
-            free_pages=self.pool.num_free,
-            cached_pages=self.cache.evictable,
+            free_pages=self.kv.available,
+            cached_pages=self.kv.cache.evictable,
             steps=self._steps,
-            prompt_tokens=self._prompt_tokens,
+            prompt_tokens=self._admission.prompt_tokens,
             generation_tokens=self._generation_tokens,
-            prefix_hit_tokens=self._prefix_hit_tokens,
+            prefix_hit_tokens=self._admission.prefix_hit_tokens,
+            preemptions=self._preemptions,
         )
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless slots, pages, cache and launched steps all agree."""
-        owned = self.table.check()
-        self.pool.check(np.concatenate([owned, self.cache.check()]))
+        self.kv.check()
         launched = [plan.slots for plan in self._launched]
         rows = np.concatenate([np.empty(0, np.int32), *launched])
         counts = np.bincount(rows, minlength=len(self.table.ids))
         assert np.array_equal(counts, self.table.in_flight), "in_flight counts differ from plans"
-        running = self.table.ids[self._running].tolist()
-        assert running == list(self._slot_of), "running requests and slots differ"
-        assert not self._waiting.keys() & self._slot_of.keys()
+        slots = [*self._running.tolist(), *np.flatnonzero(self._leaving_alive()).tolist()]
+        assert sorted(slots) == sorted(self._slot_of.values()), "running requests and slots differ"
+        assert not any(request_id in self._queue for request_id in self._slot_of)
+
+    def _leaving_alive(self) -> npt.NDArray[np.bool_]:
+        return self.table.leaving & ~self.table.finished

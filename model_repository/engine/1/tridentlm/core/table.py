@@ -7,8 +7,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tridentlm.core.cache import Match
 from tridentlm.core.plan import I32, I64
-from tridentlm.core.request import Limits, Request
+from tridentlm.core.policy import Entry
+from tridentlm.core.request import Limits
 
 NO_ID = -1
 NO_TOKEN = -1
@@ -26,7 +28,8 @@ class SlotTable:
         |--- known: their values are in `tokens` ---->|
 
     computed < length <= final_len, and known <= length; a sequence whose length is final_len needs
-    no further step. Arrays not annotated otherwise are int64[R].
+    no further step. Of its `num_pages` pages the first `shared` are the prefix cache's, locked
+    through `handles`; the others are its own. Arrays not annotated otherwise are int64[R].
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -40,10 +43,13 @@ class SlotTable:
         self.computed: I64 = np.zeros(rows, np.int64)
         self.length: I64 = np.zeros(rows, np.int64)
         self.known: I64 = np.zeros(rows, np.int64)
-        self.cached: I64 = np.zeros(rows, np.int64)  # tokens found in the prefix cache
         self.num_pages: I64 = np.zeros(rows, np.int64)
+        self.shared: I64 = np.zeros(rows, np.int64)
+        self.arrival: I64 = np.zeros(rows, np.int64)
+        self.priority: I64 = np.zeros(rows, np.int64)
         self.in_flight: I64 = np.zeros(rows, np.int64)  # launched steps that contain the slot
         self.finished: npt.NDArray[np.bool_] = np.zeros(rows, np.bool_)
+        self.leaving: npt.NDArray[np.bool_] = np.zeros(rows, np.bool_)  # preempted, still in flight
         self.deadline = np.full(rows, np.inf)
         self.temperature = np.zeros(rows, np.float32)
         self.top_k: I32 = np.zeros(rows, np.int32)
@@ -52,30 +58,36 @@ class SlotTable:
         self.seeds = np.zeros(rows, np.uint64)
         self.stop_ids: I32 = np.full((rows, 1), NO_TOKEN, np.int32)  # [R, most stop ids so far]
         self.handles: list[Any] = [None] * rows  # the prefix cache's
+        self.entries: list[Entry | None] = [None] * rows
         self._free = list(range(rows - 1, -1, -1))
 
     @property
     def num_free(self) -> int:
         return len(self._free)
 
-    def admit(self, request: Request, pages: I32, cached: int, handle: Any) -> int:
-        """Gives `request` a slot; `pages` are all it will ever need, the `cached` tokens' first."""
+    def admit(self, entry: Entry, pages: I32, match: Match) -> int:
+        """Gives a request a slot; `pages` hold all its tokens so far, those of `match` first."""
         slot = self._free.pop()
-        prompt_len = len(request.prompt)
-        self.tokens[slot, :prompt_len] = request.prompt
+        request, tokens = entry.request, entry.tokens
+        self.entries[slot] = entry
+        self.tokens[slot, : len(tokens)] = tokens
         self.block_table[slot, : len(pages)] = pages
         self.num_pages[slot] = len(pages)
+        self.shared[slot] = len(match.pages)
+        self.handles[slot] = match.handle
         self.ids[slot] = request.id
-        self.prompt_len[slot] = self.length[slot] = self.known[slot] = prompt_len
-        self.final_len[slot] = prompt_len + request.max_tokens
-        self.computed[slot] = self.cached[slot] = cached
+        self.arrival[slot] = entry.arrival
+        self.priority[slot] = request.priority
+        self.prompt_len[slot] = len(request.prompt)
+        self.length[slot] = self.known[slot] = len(tokens)
+        self.final_len[slot] = len(request.prompt) + request.max_tokens
+        self.computed[slot] = match.length
         self.deadline[slot] = request.deadline
         self.temperature[slot] = request.temperature
         self.top_k[slot] = request.top_k
         self.top_p[slot] = request.top_p
         self.min_p[slot] = request.min_p
         self.seeds[slot] = request.seed
-        self.handles[slot] = handle
         self._set_stop_ids(slot, request.stop_token_ids)
         return slot
 
@@ -89,10 +101,10 @@ class SlotTable:
 
     def release(self, slot: int) -> None:
         self.block_table[slot, : self.num_pages[slot]] = 0
-        self.num_pages[slot] = 0
+        self.num_pages[slot] = self.shared[slot] = 0
         self.ids[slot] = NO_ID
-        self.finished[slot] = False
-        self.handles[slot] = None
+        self.finished[slot] = self.leaving[slot] = False
+        self.handles[slot] = self.entries[slot] = None
         self._free.append(slot)
 
     def pages(self, slot: int) -> I32:
@@ -106,17 +118,16 @@ class SlotTable:
         assert len(np.unique(self.ids[used])) == len(used), "two slots hold one request"
         assert not self.num_pages[free].any()
         assert not self.in_flight[free].any()
-        assert (self.cached[used] <= self.computed[used]).all()
+        assert (self.shared[used] * self.page_size <= self.computed[used]).all()
         assert (self.computed[used] < self.length[used]).all()
         assert (self.known[used] <= self.length[used]).all()
         assert (self.length[used] <= self.final_len[used]).all()
-        assert (self.num_pages[used] * self.page_size >= self.final_len[used]).all()
+        assert (self.num_pages[used] * self.page_size >= self.computed[used]).all()
         live = used[~self.finished[used]]
         assert (self.in_flight[live] >= (self.length - self.known)[live]).all()
-        idle = used[self.finished[used] & (self.in_flight[used] == 0)]
+        idle = used[(self.finished | self.leaving)[used] & (self.in_flight[used] == 0)]
         assert not len(idle), f"request {self.ids[idle]} should have been retired"
-        first_owned = self.cached // self.page_size
         columns = np.arange(self.block_table.shape[1])
-        owned = (columns >= first_owned[:, None]) & (columns < self.num_pages[:, None])
+        owned = (columns >= self.shared[:, None]) & (columns < self.num_pages[:, None])
         assert not self.block_table[columns >= self.num_pages[:, None]].any()
         return self.block_table[owned]

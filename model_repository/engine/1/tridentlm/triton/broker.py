@@ -20,8 +20,8 @@ import numpy.typing as npt
 
 from tridentlm import __version__
 from tridentlm.config import EngineSettings
-from tridentlm.core.request import Request, SamplingParams
-from tridentlm.errors import EngineDown, InvalidRequest, TridentError
+from tridentlm.core.request import Limits, Request, SamplingParams
+from tridentlm.errors import EngineDown, InvalidRequest, Overloaded, TridentError
 from tridentlm.protocol import VERSION
 from tridentlm.streams import Outlet, TextStream
 from tridentlm.text import Tokenizer
@@ -30,7 +30,7 @@ from tridentlm.triton.metrics import Metrics
 from tridentlm.triton.plain import PlainRequest, PlainResponder, PlainSender
 from tridentlm.triton.process import EngineProcess
 from tridentlm.triton.pump import Pump
-from tridentlm.triton.sessions import FrameSender
+from tridentlm.triton.sessions import FrameSender, Session
 
 Ids = npt.NDArray[np.int32]
 
@@ -46,6 +46,7 @@ class Broker:
         process: EngineProcess,
         metrics: Metrics,
     ) -> None:
+        self._settings = settings
         self._model = model
         self._tokenizer = tokenizer
         self._process = process
@@ -189,9 +190,9 @@ class Broker:
         params = SamplingParams.from_mapping(sampling)
         limits = self._process.limits
         request = Request.build(
-            next(self._numbers), prompt, params, limits, self._tokenizer.eos_token_ids
+            next(self._numbers), prompt, params, limits, self._tokenizer.eos_token_ids, key[0]
         )
-        limits.check_queue(len(self._ledger))
+        self._check_load(limits, outlet)
         stream = TextStream(
             request.id,
             key[1],
@@ -204,3 +205,17 @@ class Broker:
         )
         self._ledger.enter(key, stream)
         return request, stream
+
+    def _check_load(self, limits: Limits, outlet: Outlet) -> None:
+        """Raises Overloaded when there is no place for one more request of `outlet`."""
+        limits.check_queue(len(self._ledger))
+        share = self._settings.session_share
+        if isinstance(outlet, Session) and share < 1:
+            places = int(share * (limits.max_running + limits.max_queue))
+            if len(outlet.streams) >= max(places, 1):
+                raise Overloaded(f"This session has its share of requests: {places}.")
+        most = self._settings.max_queued_tokens
+        if most:
+            queued = sum(s.prompt_tokens for s in self._ledger.streams() if not s.started)
+            if queued >= most:
+                raise Overloaded(f"The queue is full: {queued} prompt tokens wait.")
