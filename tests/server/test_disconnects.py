@@ -131,9 +131,10 @@ def assert_all_stops(service: Service) -> None:
 
 
 def test_two_hundred_clients_that_leave_at_random_free_everything(simulated: Service) -> None:
+    before = simulated.chat(seed=5, max_tokens=40).json()["choices"]
     asyncio.run(leave_many(simulated, 200, 1.0, seed=1))
     assert_all_stops(simulated)
-    assert simulated.chat().json()["choices"][0]["finish_reason"] == "length"
+    assert simulated.chat(seed=5, max_tokens=40).json()["choices"] == before
 
 
 def test_clients_that_leave_while_they_are_queued_free_their_place(simulated: Service) -> None:
@@ -171,6 +172,27 @@ def test_the_server_stops_at_once_after_clients_have_left(fresh: Service) -> Non
     start = time.monotonic()
     assert fresh.stop() == 0
     assert time.monotonic() - start < 8
+
+
+def test_the_engine_unloads_at_once_after_clients_have_left(fresh: Service) -> None:
+    """An open session or a leaked request would keep it UNLOADING."""
+    fresh.start()
+    asyncio.run(leave_many(fresh, 60, 0.6, seed=4))
+    assert_all_stops(fresh)
+    repository = f"{fresh.triton_url}/v2/repository"
+
+    def unloaded() -> bool:
+        states = httpx.post(f"{repository}/index").json()
+        return any(m["name"] == "engine" and m["state"] == "UNAVAILABLE" for m in states)
+
+    httpx.post(f"{repository}/models/engine/unload").raise_for_status()
+    wait_until(unloaded, 8, "the engine unloaded")
+    wait_until(lambda: not fresh.ready(), 5, "not ready")
+    assert fresh.chat().status_code == 503
+    for model in ("engine", "generate", "submit"):
+        httpx.post(f"{repository}/models/{model}/load", timeout=60).raise_for_status()
+    wait_until(fresh.ready, 15, "ready again")
+    assert fresh.chat().status_code == 200
 
 
 def test_two_workers_never_mix_up_their_requests(simulated: Service) -> None:
