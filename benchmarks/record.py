@@ -11,7 +11,15 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
-PACKAGES = ("torch", "transformers", "tritonclient", "nvidia-pytriton", "numpy", "tridentlm")
+PACKAGES = (
+    "torch",
+    "flashinfer-python",
+    "transformers",
+    "tritonclient",
+    "nvidia-pytriton",
+    "numpy",
+    "tridentlm",
+)
 
 
 def versions() -> dict[str, str]:

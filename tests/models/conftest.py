@@ -35,9 +35,7 @@ class Engine:
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> torch.Tensor:
         hidden = self.decoder.forward(
-            torch.from_numpy(plan.token_ids),
-            torch.from_numpy(plan.positions),
-            self.backend.begin_step(plan),
+            torch.from_numpy(plan.token_ids), self.backend.begin_step(plan)
         )
         return self.decoder.logits(hidden[plan.query_starts[plan.sampled + 1] - 1])
 

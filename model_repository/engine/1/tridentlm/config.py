@@ -13,6 +13,14 @@ from typing import Any
 from tridentlm.errors import InvalidRequest
 
 PREFIX = "TRIDENTLM_"
+_NOT_NEGATIVE = (
+    "num_pages",
+    "max_model_len",
+    "max_queue",
+    "max_step_tokens",
+    "threads",
+    "cuda_graph_max_batch",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +32,10 @@ class EngineSettings:
     tokenizer: str = ""
     device: str = "auto"
     dtype: str = "auto"
-    page_size: int = 16
+    kv_dtype: str = "auto"
+    load_format: str = "auto"
+    backend: str = "auto"
+    page_size: int = 0
     num_pages: int = 0
     kv_memory_gb: float = 0.0
     max_model_len: int = 0
@@ -36,7 +47,8 @@ class EngineSettings:
     prefix_cache: str = "radix"
     admission: str = "optimistic"
     policy: str = "fcfs"
-    steps_in_flight: int = 1
+    steps_in_flight: int = 0
+    cuda_graph_max_batch: int = 256
     threads: int = 0
     runner: str = "model"
     step_ms: float = 5.0
@@ -50,14 +62,18 @@ class EngineSettings:
         _one_of("prefix_cache", self.prefix_cache, ("radix", "null"))
         _one_of("admission", self.admission, ("optimistic", "reserve"))
         _one_of("policy", self.policy, ("fcfs", "priority", "longest-prefix"))
-        _one_of("page_size", self.page_size, (1, 2, 4, 8, 16, 32, 64, 128))
-        _one_of("steps_in_flight", self.steps_in_flight, (1, 2))
-        for name in ("num_pages", "max_model_len", "max_queue", "max_step_tokens", "threads"):
+        _one_of("kv_dtype", self.kv_dtype, ("auto", "fp8"))
+        _one_of("load_format", self.load_format, ("auto", "dummy"))
+        _one_of("backend", self.backend, ("auto", "torch", "flashinfer"))
+        _one_of("page_size", self.page_size, (0, 1, 2, 4, 8, 16, 32, 64, 128))
+        _one_of("steps_in_flight", self.steps_in_flight, (0, 1, 2))
+        for name in _NOT_NEGATIVE:
             if getattr(self, name) < 0:
                 raise InvalidRequest(f"{name} must not be negative.", param=name)
         if self.max_queued_tokens < 0:
-            message = "max_queued_tokens must not be negative."
-            raise InvalidRequest(message, param="max_queued_tokens")
+            raise InvalidRequest(
+                "max_queued_tokens must not be negative.", param="max_queued_tokens"
+            )
         if not 0 < self.session_share <= 1:
             raise InvalidRequest("session_share must be in (0, 1].", param="session_share")
         if self.max_running < 1:

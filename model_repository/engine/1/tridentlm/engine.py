@@ -32,7 +32,8 @@ def build_runner(settings: EngineSettings) -> tuple[Runner, str]:
 class Engine:
     """Single-threaded and without I/O: `add` and `abort` between calls of `step`.
 
-    With two steps in flight the host's work hides behind the device's:
+    `steps_in_flight` 0: what suits the runner's device. With two steps in flight the host's work
+    hides behind the device's:
 
         host    schedule k+1 | launch k+1 | collect k . . . | commit k | schedule k+2 | ...
         device  ....... step k ..........................|.. step k+1 .................
@@ -55,7 +56,7 @@ class Engine:
             policy=POLICIES[policy],
             reserve=admission == "reserve",
         )
-        self._steps_in_flight = steps_in_flight
+        self._steps_in_flight = steps_in_flight or (2 if runner.device == "cuda" else 1)
         self._launched: deque[tuple[StepPlan, PendingStep]] = deque()
 
     @classmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -28,12 +29,14 @@ def resolve_limits(
     config: ModelConfig,
     dtype: torch.dtype,
     device: torch.device,
-    profile: Callable[[int], None],
+    profile: Callable[[int], int],
 ) -> Limits:
     """Sizes the KV pool and fixes the limits. The weights are on the device already.
 
-    `profile(tokens)` runs a step of that many tokens; its peak is kept free (CUDA only). A
-    pool too small for one request of `max_model_len` is allowed: `Limits.resolve` refuses those.
+    `settings.page_size` is set; `dtype` is the pool's. `profile(tokens)` runs steps of up to that
+    many tokens with a KV cache of its own and returns the bytes of that; its peak is kept free
+    (CUDA only). A pool too small for one request of `max_model_len` is allowed: `Limits.resolve`
+    refuses those.
 
     Raises InvalidRequest, naming what would fit, when the pool asked for does not.
     """
@@ -101,13 +104,15 @@ def _default_pages(budget: int, page_bytes: int, useful: int) -> int:
     return min(budget // page_bytes, useful)
 
 
-def _free_cuda(device: torch.device, profile: Callable[[], None]) -> int:
+def _free_cuda(device: torch.device, profile: Callable[[], int]) -> int:
     """CUDA memory for the KV pool: what is free at the peak of a step, less a reserve."""
+    torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    profile()
+    before = torch.cuda.memory_reserved(device)
+    own_cache = profile()
     torch.cuda.synchronize(device)
-    peak = torch.cuda.max_memory_allocated(device) - before
+    peak = torch.cuda.max_memory_reserved(device) - before - own_cache
+    gc.collect()
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     return int(free - peak - (1 - CUDA_SHARE) * total)

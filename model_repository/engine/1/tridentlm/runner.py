@@ -5,15 +5,17 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
-from tridentlm.backends.base import AttentionBackend, KVCache
-from tridentlm.backends.torch import TorchBackend
+from tridentlm.backends.base import KVCache, Ops
+from tridentlm.backends.torch import TorchBackend, TorchOps
 from tridentlm.config import EngineSettings
-from tridentlm.core.plan import FROM_DEVICE, I32, StepPlan
+from tridentlm.core.plan import StepPlan
+from tridentlm.core.request import Limits
+from tridentlm.eager import PendingTokens, TorchExecutor, profile_plan
 from tridentlm.errors import InvalidRequest
 from tridentlm.hub import ModelFiles
 from tridentlm.memory import GIB, resolve_limits
@@ -22,21 +24,21 @@ from tridentlm.models.config import ModelConfig
 from tridentlm.models.decoder import Decoder
 from tridentlm.models.eos import eos_token_ids
 from tridentlm.models.gguf import GGUFModel
-from tridentlm.sampling import sample
 
 logger = logging.getLogger(__name__)
 
+FP8 = torch.float8_e4m3fn
+PAGE_SIZES = {"torch": 16, "flashinfer": 64}
+
+
+class Executor(Protocol):
+    """Launches steps; those of `eager` and `graphs`."""
+
+    def launch(self, plan: StepPlan) -> PendingTokens: ...
+
 
 class ModelRunner:
-    """Implements `core.runner.Runner` with torch.
-
-    The token sampled last for each slot stays on the device, so the next step can be launched
-    before anyone has read it:
-
-        launch k:    ... -> sample -> last_token[slots] = tokens -> copy to the host
-        launch k+1:  token_ids, FROM_DEVICE replaced by last_token[slot] -> ...
-        collect k:   wait for k's copy
-    """
+    """Implements `core.runner.Runner`: loads a model, sizes its memory, prepares its executor."""
 
     def __init__(self, settings: EngineSettings, files: ModelFiles) -> None:
         """Loads the model and allocates the KV pool. Raises InvalidRequest or ModelNotFound."""
@@ -46,119 +48,144 @@ class ModelRunner:
         self.dtype = str(self._dtype).removeprefix("torch.")
         if settings.threads:
             torch.set_num_threads(settings.threads)
-        started = time.monotonic()
+        self.startup_seconds: dict[str, float] = {}
+        self._stage_started = time.monotonic()
         logger.info("Loading %s on %s in %s", files.name, self.device, self.dtype)
-        config, tensors = _open(files)
+        config, tensors = self._open(settings, files)
+        self.backend = _backend(settings, config, self._dtype, self._device)
+        self._kv_dtype = _kv_dtype(settings, self.backend, self._dtype)
         with torch.inference_mode():
             merged = weights.merge(config, tensors, self._dtype, self._device)
-            self._decoder = Decoder(config, merged)
+            self._decoder = Decoder(config, merged, self._ops())
         self.eos_token_ids = config.eos_token_ids
         for folder in {files.path, files.tokenizer_path}:
             self.eos_token_ids |= eos_token_ids(folder)
-        self._last_token = torch.zeros(settings.max_running, dtype=torch.int32, device=self._device)
-        self.limits = resolve_limits(settings, config, self._dtype, self._device, self._profile)
-        self._backend = self._make_backend(self.limits.num_pages, self.limits.page_size)
+        self._end_stage("weights")
+        self._graph_max_batch = min(settings.cuda_graph_max_batch, settings.max_running)
+        settings = replace(settings, page_size=settings.page_size or PAGE_SIZES[self.backend])
+        with torch.inference_mode():
+            self.limits = resolve_limits(
+                settings, config, self._kv_dtype, self._device, lambda n: self._profile(settings, n)
+            )
+            self._end_stage("profile")
+            self._executor = self._make_executor(self.limits, self.limits.num_pages)
+        page_bytes = KVCache.page_bytes(config, self.limits.page_size, self._kv_dtype)
         logger.info(
-            "Loaded in %.1f s; the KV cache holds %d tokens (%.2f GiB)",
-            time.monotonic() - started,
+            "Ready in %.1f s (%s); the KV cache holds %d tokens (%.2f GiB)",
+            sum(self.startup_seconds.values()),
+            ", ".join(f"{name} {spent:.1f}" for name, spent in self.startup_seconds.items()),
             self.limits.num_pages * self.limits.page_size,
-            self.limits.num_pages
-            * KVCache.page_bytes(config, settings.page_size, self._dtype)
-            / GIB,
+            self.limits.num_pages * page_bytes / GIB,
         )
 
     def launch(self, plan: StepPlan) -> PendingTokens:
         """Starts the step. On a CPU it is done on return."""
         with torch.inference_mode():
-            return PendingTokens(self._compute(plan, self._backend))
+            return self._executor.launch(plan)
 
     def close(self) -> None:
         """Frees the model and the KV pool."""
-        del self._decoder, self._backend, self._last_token
+        del self._decoder, self._executor
         if self.device == "cuda":
             torch.cuda.empty_cache()
 
-    def _compute(self, plan: StepPlan, backend: AttentionBackend) -> torch.Tensor:
-        hidden = self._decoder.forward(
-            self._token_ids(plan), self._to_device(plan.positions), backend.begin_step(plan)
+    def _make_executor(
+        self, limits: Limits, num_pages: int, graph_sizes: list[int] | None = None
+    ) -> Executor:
+        """`graph_sizes` None: all that the settings allow."""
+        config, page_size = self._decoder.config, limits.page_size
+        if self.backend == "torch":
+            cache = KVCache(config, num_pages, page_size, self._kv_dtype, self._device)
+            self._end_stage("cache")
+            return TorchExecutor(self._decoder, TorchBackend(cache), limits.max_running)
+        from tridentlm.backends.flashinfer import FlashInferBackend
+        from tridentlm.graphs import CudaExecutor, batch_sizes
+
+        cache = KVCache(config, num_pages + 1, page_size, self._kv_dtype, self._device)
+        backend = FlashInferBackend(cache, self._dtype, limits.max_model_len)
+        self._end_stage("cache")
+        sizes = batch_sizes(self._graph_max_batch) if graph_sizes is None else graph_sizes
+        executor = CudaExecutor(self._decoder, backend, limits, sizes)
+        executor.capture()
+        self._end_stage("graphs")
+        return executor
+
+    def _profile(self, settings: EngineSettings, tokens: int) -> int:
+        """Runs the costliest steps on an executor of its own; returns its KV cache's bytes."""
+        page_size = settings.page_size
+        longest = settings.max_model_len or self._decoder.config.max_position_embeddings
+        limits = Limits(
+            max_model_len=longest,
+            num_pages=settings.max_running * -(-longest // page_size),
+            page_size=page_size,
+            max_running=settings.max_running,
+            max_queue=settings.max_queue,
+            max_step_tokens=tokens,
+            vocab_size=self._decoder.config.vocab_size,
         )
-        if len(plan.sampled) < plan.num_tokens:
-            hidden = hidden[self._to_device(plan.query_starts[plan.sampled + 1] - 1)]
-        if not len(plan.sampled):
-            return self._last_token[:0]
-        tokens = sample(self._decoder.logits(hidden), plan).int()
-        self._last_token[self._to_device(plan.slots[plan.sampled])] = tokens
-        return tokens
+        pages = -(-tokens // page_size)
+        largest = [self._graph_max_batch] if self._graph_max_batch else []
+        executor = self._make_executor(limits, pages, largest)
+        for size in (1, tokens):  # one row: the kernels of a decode outside a graph
+            executor.launch(profile_plan(size, page_size, settings.max_running)).collect()
+        return (pages + 1) * KVCache.page_bytes(self._decoder.config, page_size, self._kv_dtype)
 
-    def _token_ids(self, plan: StepPlan) -> torch.Tensor:
-        ids = self._to_device(plan.token_ids)
-        if not (plan.token_ids == FROM_DEVICE).any():
-            return ids
-        slots = np.repeat(plan.slots, np.diff(plan.query_starts))
-        return torch.where(ids == FROM_DEVICE, self._last_token[self._to_device(slots)], ids)
+    def _open(
+        self, settings: EngineSettings, files: ModelFiles
+    ) -> tuple[ModelConfig, Iterator[tuple[str, torch.Tensor]]]:
+        is_dummy = settings.load_format == "dummy"
+        if files.kind == "gguf":
+            if is_dummy:
+                raise InvalidRequest(
+                    "load_format 'dummy' takes a folder with a config.json.", param="load_format"
+                )
+            model = GGUFModel(files.path)
+            return model.config, model.tensors()
+        config = ModelConfig.from_folder(files.path)
+        if is_dummy:
+            return config, weights.dummy(config, self._dtype, self._device)
+        return config, weights.safetensors(files.path)
 
-    def _make_backend(self, num_pages: int, page_size: int) -> AttentionBackend:
-        config = self._decoder.config
-        return TorchBackend(KVCache(config, num_pages, page_size, self._dtype, self._device))
+    def _ops(self) -> Ops:
+        if self.backend == "torch":
+            return TorchOps()
+        from tridentlm.backends.flashinfer import FlashInferOps
 
-    def _profile(self, tokens: int) -> None:
-        """Computes a step of `tokens` tokens, one row, with as many sampled rows as may run."""
-        one, none = np.ones(1, np.int32), np.zeros(1, np.int32)
-        sampled = min(len(self._last_token), tokens)
-        ramp = np.arange(tokens, dtype=np.int32)
-        plan = StepPlan(
-            step=0,
-            slots=none,
-            query_starts=np.array([0, tokens], np.int32),
-            context_lens=one * tokens,
-            block_tables=none[None],
-            token_ids=np.zeros(tokens, np.int32),
-            positions=ramp,
-            kv_slots=ramp.astype(np.int64),
-            sampled=ramp[:0],
-            temperature=np.ones(sampled, np.float32),
-            top_k=np.zeros(sampled, np.int32),
-            top_p=np.full(sampled, 0.9, np.float32),
-            min_p=np.zeros(sampled, np.float32),
-            seeds=np.zeros(sampled, np.uint64),
-            sample_positions=np.zeros(sampled, np.int64),
-        )
-        with torch.inference_mode():
-            step = self._make_backend(1, tokens).begin_step(plan)
-            hidden = self._decoder.forward(
-                self._token_ids(plan), self._to_device(plan.positions), step
-            )
-            sample(self._decoder.logits(hidden[:sampled]), plan)
+        return FlashInferOps()
 
-    def _to_device(self, array: npt.NDArray[np.generic]) -> torch.Tensor:
-        return torch.from_numpy(array).to(self._device, non_blocking=True)
+    def _end_stage(self, name: str) -> None:
+        if self.device == "cuda":
+            torch.cuda.synchronize(self._device)
+        now = time.monotonic()
+        spent = self.startup_seconds.get(name, 0.0) + now - self._stage_started
+        self.startup_seconds[name], self._stage_started = spent, now
 
 
-class PendingTokens:
-    """A launched step; its tokens are on their way to the host."""
+def _backend(
+    settings: EngineSettings, config: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> str:
+    """The backend that the settings ask for, or the best one for the device."""
+    if settings.backend == "torch" or device.type == "cpu":
+        if settings.backend == "flashinfer":
+            raise InvalidRequest("backend 'flashinfer' needs a CUDA device.", param="backend")
+        return "torch"
+    try:
+        from tridentlm.backends.flashinfer import unsupported
 
-    def __init__(self, tokens: torch.Tensor) -> None:
-        self._copied: torch.cuda.Event | None = None
-        self._tokens = tokens
-        if tokens.is_cuda:
-            self._tokens = torch.empty_like(tokens, device="cpu", pin_memory=True)
-            self._tokens.copy_(tokens, non_blocking=True)
-            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._copied.record()
-
-    def collect(self) -> I32:
-        """Waits for the step. Returns int32 [S]."""
-        if self._copied is not None:
-            self._copied.synchronize()
-        array: I32 = self._tokens.numpy()
-        return array
+        reason = unsupported(config, dtype)
+    except ImportError as error:
+        reason = f"FlashInfer cannot be imported ({error})"
+    if reason and settings.backend == "flashinfer":
+        raise InvalidRequest(f"{reason}.", param="backend")
+    if reason:
+        logger.warning("%s; using the torch backend, which is slower.", reason)
+    return "torch" if reason else "flashinfer"
 
 
-def _open(files: ModelFiles) -> tuple[ModelConfig, Iterator[tuple[str, torch.Tensor]]]:
-    if files.kind == "gguf":
-        model = GGUFModel(files.path)
-        return model.config, model.tensors()
-    return ModelConfig.from_folder(files.path), weights.safetensors(files.path)
+def _kv_dtype(settings: EngineSettings, backend: str, dtype: torch.dtype) -> torch.dtype:
+    if settings.kv_dtype == "fp8" and backend != "flashinfer":
+        raise InvalidRequest("kv_dtype 'fp8' needs the flashinfer backend.", param="kv_dtype")
+    return FP8 if settings.kv_dtype == "fp8" else dtype
 
 
 def _device(name: str) -> torch.device:

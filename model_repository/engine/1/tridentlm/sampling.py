@@ -10,6 +10,8 @@ before it left: top-p sums the probabilities renormalised after top-k.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -22,6 +24,9 @@ U64 = npt.NDArray[np.uint64]
 HEAD = 512
 """How many of the likeliest tokens a CPU ranks before it sorts the vocabulary: a sort of 8 x 49,152
 takes 33 ms of one core, as long as half a decode step, and few distributions need it."""
+
+CutTail = Callable[[torch.Tensor, npt.NDArray[np.int32], F32], torch.Tensor]
+"""top-k and top-p: weights [n, vocab], top_k and top_p [n] -> the weights, 0 outside of the cut."""
 
 _MULTIPLIERS = np.array([0xD2511F53, 0xCD9E8D57], np.uint64)[:, None]
 _WEYL = np.array([0x9E3779B9, 0xBB67AE85], np.uint32)[:, None]
@@ -54,7 +59,7 @@ def uniforms(seeds: U64, positions: I64) -> F32:
     return scaled
 
 
-def sample(logits: torch.Tensor, plan: StepPlan) -> torch.Tensor:
+def sample(logits: torch.Tensor, plan: StepPlan, cut_tail: CutTail | None = None) -> torch.Tensor:
     """Chooses a token for each row of logits [S, vocab]; the plan holds how. Returns int64 [S].
 
     Does only what the batch asks for: greedy batches take one argmax, unfiltered rows no sort.
@@ -63,15 +68,21 @@ def sample(logits: torch.Tensor, plan: StepPlan) -> torch.Tensor:
     if len(random) == 0:
         return logits.argmax(-1)
     if len(random) == len(logits):
-        return _sample_random(logits, plan, random)
+        return _sample_random(logits, plan, random, cut_tail or _cut_tail)
     tokens = logits.argmax(-1)
     rows = _to(logits.device, random)
-    tokens[rows] = _sample_random(logits[rows], plan, random)
+    tokens[rows] = _sample_random(logits[rows], plan, random, cut_tail or _cut_tail)
     return tokens
 
 
+def has_filters(plan: StepPlan) -> bool:
+    """Whether a row of the plan restricts what may be drawn; greedy rows do not."""
+    filtered = (plan.min_p > 0) | (plan.top_k > 0) | (plan.top_p < 1)
+    return bool((filtered & (plan.temperature > 0)).any())
+
+
 def _sample_random(
-    logits: torch.Tensor, plan: StepPlan, rows: npt.NDArray[np.intp]
+    logits: torch.Tensor, plan: StepPlan, rows: npt.NDArray[np.intp], cut_tail: CutTail
 ) -> torch.Tensor:
     device = logits.device
     temperature = _to(device, plan.temperature[rows])
@@ -82,10 +93,10 @@ def _sample_random(
         probabilities = probabilities.masked_fill_(probabilities < floor, 0)
     cut = np.flatnonzero((top_k > 0) | (top_p < 1))
     if len(cut) == len(rows):
-        probabilities = _cut_tail(probabilities, top_k, top_p)
+        probabilities = cut_tail(probabilities, top_k, top_p)
     elif len(cut):
         part = _to(device, cut)
-        probabilities[part] = _cut_tail(probabilities[part], top_k[cut], top_p[cut])
+        probabilities[part] = cut_tail(probabilities[part], top_k[cut], top_p[cut])
     uniform = uniforms(plan.seeds[rows], plan.sample_positions[rows])
     return _invert(probabilities, _to(device, uniform))
 

@@ -17,6 +17,7 @@ from tridentlm.core.request import Limits
 
 VOCAB_SIZE = 49152
 FIRST_TOKEN, END_TOKEN = 300, 40000  # ordinary words in the default model's tokenizer
+PAGE_SIZE = 16
 MAX_MODEL_LEN = 8192
 MAX_STEP_TOKENS = 8192
 
@@ -40,11 +41,12 @@ class SimulatedRunner:
 
     def __init__(self, settings: EngineSettings) -> None:
         length = settings.max_model_len or MAX_MODEL_LEN
-        ample = settings.max_running * -(-length // settings.page_size)
+        page_size = settings.page_size or PAGE_SIZE
+        ample = settings.max_running * -(-length // page_size)
         self.limits = Limits(
             max_model_len=length,
             num_pages=settings.num_pages or ample,
-            page_size=settings.page_size,
+            page_size=page_size,
             max_running=settings.max_running,
             max_queue=settings.max_queue,
             max_step_tokens=settings.max_step_tokens or MAX_STEP_TOKENS,

@@ -1,4 +1,4 @@
-"""What a decoder needs from an attention backend, and the paged KV cache they share.
+"""What a decoder asks of its device, and the paged KV cache.
 
 One layer's cache, for one of K and V. A token's `kv_slot` is its row in the flat view:
 
@@ -14,7 +14,6 @@ from typing import Protocol
 
 import torch
 
-from tridentlm.core.plan import StepPlan
 from tridentlm.models.config import ModelConfig
 
 
@@ -32,7 +31,8 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.page_size = page_size
+        self.config = config
+        self.num_pages, self.page_size = num_pages, page_size
         self.data = torch.zeros(
             (config.num_layers, 2, num_pages, page_size, config.num_kv_heads, config.head_dim),
             dtype=dtype,
@@ -46,16 +46,32 @@ class KVCache:
         return tokens * config.num_kv_heads * config.head_dim * dtype.itemsize
 
 
-class StepAttention(Protocol):
-    """Attention of one step. It knows the step's rows and the KV cache."""
+class Ops(Protocol):
+    """The decoder's element-wise operations. Each may overwrite its inputs, weights excepted."""
 
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Stores k, v [T, kv_heads, head_dim] and attends q [T, heads, head_dim] over each row's
-        context, the stored tokens included. Returns [T, heads * head_dim]."""
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """Root mean square norm of x [T, n] over the last dimension (Zhang and Sennrich, 2019)."""
+        ...
+
+    def add_rms_norm(
+        self, x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns x + delta and its norm, each [T, n]."""
+        ...
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """silu(gate) * up for gate_up [T, 2 * n], gate first. Returns [T, n]."""
         ...
 
 
-class AttentionBackend(Protocol):
-    def begin_step(self, plan: StepPlan) -> StepAttention:
-        """Prepares what all layers of the step share."""
+class StepAttention(Protocol):
+    """Attention of one step. It knows the step's rows, their positions and the KV cache."""
+
+    def attend(self, layer: int, qkv: torch.Tensor, qk_norm: torch.Tensor | None) -> torch.Tensor:
+        """Norms and rotates q and k, stores k and v, attends over each row's context.
+
+        qkv [T, heads + 2 * kv_heads, head_dim], q first; qk_norm [heads + kv_heads, head_dim] holds
+        the weights of the norm of each head, None: there is none. A row's context includes the
+        step's own tokens. Returns [T, heads * head_dim].
+        """
         ...

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 
 from tridentlm.backends.base import KVCache
 from tridentlm.core.plan import I32, StepPlan
+from tridentlm.models.rotary import rotary_frequencies
 
 GROUP_TOKENS = 16384
 """Most tokens of KV that one group of decode rows gathers, so that its copy stays in the caches."""
@@ -24,14 +25,37 @@ SMALL_CONTEXT = 256
 """Below this many tokens a row joins any group: padding costs less than a group of its own."""
 
 
+class TorchOps:
+    """Implements `base.Ops`. Overwrites nothing."""
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        wide = x.float()
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        return (wide * scale).to(x.dtype) * weight
+
+    def add_rms_norm(
+        self, x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        x = x + delta
+        return x, self.rms_norm(x, weight, eps)
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, -1)
+        return F.silu(gate).mul_(up)
+
+
 class TorchBackend:
     """Works on any device. Decides everything on the CPU from the plan, so nothing waits for it."""
 
     def __init__(self, cache: KVCache) -> None:
         self._cache = cache
+        self.device = cache.data.device
+        self._ops = TorchOps()
+        self._frequencies = rotary_frequencies(cache.config).to(self.device)
 
     def begin_step(self, plan: StepPlan) -> TorchStep:
-        return TorchStep(self._cache, plan)
+        """Prepares what all layers of the step share."""
+        return TorchStep(self._cache, plan, self._ops, self._frequencies)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,18 +78,35 @@ class _PrefillRow:
 class TorchStep:
     """One step's rows, prepared once and used by every layer."""
 
-    def __init__(self, cache: KVCache, plan: StepPlan) -> None:
+    def __init__(
+        self, cache: KVCache, plan: StepPlan, ops: TorchOps, frequencies: torch.Tensor
+    ) -> None:
+        self._config, self._ops = cache.config, ops
         self._data = cache.data
         self._device, self._dtype = cache.data.device, cache.data.dtype
         self._page_size = cache.page_size
         self._kv_slots = self._to_device(plan.kv_slots)
+        angles = self._to_device(plan.positions)[:, None].float() * frequencies
+        cos, sin = angles.cos(), angles.sin()
+        # The first half of a head is rotated by -sin, the second by +sin. [T, 1, head_dim] each.
+        self._cos = torch.cat((cos, cos), -1).to(self._dtype)[:, None]
+        self._signed_sin = torch.cat((-sin, sin), -1).to(self._dtype)[:, None]
         lengths = np.diff(plan.query_starts)
         decodes = int((lengths != 1).argmax()) if (lengths != 1).any() else plan.num_rows
         groups = decode_groups(plan.context_lens[:decodes])
         self._groups = [self._decode_group(plan, rows, len(groups) == 1) for rows in groups]
         self._prefills = [self._prefill_row(plan, row) for row in range(decodes, plan.num_rows)]
 
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def attend(self, layer: int, qkv: torch.Tensor, qk_norm: torch.Tensor | None) -> torch.Tensor:
+        # q and k heads lie side by side, so norm and rotation treat them as one tensor.
+        heads = self._config.num_heads
+        rotated = heads + self._config.num_kv_heads
+        qk, v = qkv[:, :rotated], qkv[:, rotated:]
+        if qk_norm is not None:
+            qk = self._ops.rms_norm(qk, qk_norm, self._config.rms_norm_eps)
+        # Pairs (i, i + head_dim / 2).
+        qk = torch.addcmul(qk * self._cos, qk.roll(qk.shape[-1] // 2, -1), self._signed_sin)
+        q, k = qk[:, :heads], qk[:, heads:]
         cache = self._data[layer]
         flat = cache.view(2, -1, *cache.shape[3:])
         flat[0].index_copy_(0, self._kv_slots, k)

@@ -93,6 +93,23 @@ def merge(
     return merged
 
 
+def dummy(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields random weights in place of a file's, the same ones for one device and dtype.
+
+    Norms are 1, biases 0 and matrices small, so that activations neither vanish nor overflow.
+    """
+    generator = torch.Generator(device).manual_seed(0)
+    for parts in layout(config).values():
+        for name, shape in parts:
+            tensor = torch.empty(shape, dtype=dtype, device=device)
+            if len(shape) == 2:
+                yield name, tensor.normal_(0, 0.02, generator=generator)
+            else:
+                yield name, tensor.fill_(0 if name.endswith("bias") else 1)
+
+
 def _is_redundant(name: str) -> bool:
     # Old checkpoints keep the rotary frequencies; tied ones may hold the head a second time.
     return name == "lm_head.weight" or name.endswith("rotary_emb.inv_freq")

@@ -1,0 +1,214 @@
+"""256 requests at once through the engine in this process: tokens a second, against the floor.
+
+    python -m benchmarks.offline --model benchmarks/models/qwen3-0.6b --load-format dummy [--runs 3]
+
+The job (seed 0): 256 prompts of 100 to 1,024 random ids, then 256 answers of 100 to 1,024 tokens;
+temperature 0.6, EOS ignored, prefix cache empty before each run. Any other setting of the engine
+follows as `name=value`. The floor is the time that the hardware's measured rates allow.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tridentlm.config import PREFIX, EngineSettings, resolve_settings
+from tridentlm.core.plan import I32, StepPlan
+from tridentlm.core.request import Request
+from tridentlm.core.runner import PendingStep, Runner
+from tridentlm.engine import Engine, build_runner
+from tridentlm.hub import resolve_model
+from tridentlm.models.config import ModelConfig
+
+from benchmarks.record import write
+
+REQUESTS, SHORTEST, LONGEST, LARGEST_ID = 256, 100, 1024, 10_000
+TOKENS_IN, TOKENS_OUT = 142_827, 133_966
+BYTES_PER_SECOND, FLOPS = 4.3e12, 790e12
+"""One H200: a device-to-device copy, counting both ways, and an 8192^3 bf16 product, measured."""
+
+
+@dataclass(frozen=True)
+class Job:
+    prompts: list[list[int]]
+    lengths: list[int]
+
+    @classmethod
+    def make(cls) -> Job:
+        rng = random.Random(0)
+        span = (SHORTEST, LONGEST)
+        prompts = [
+            [rng.randint(0, LARGEST_ID) for _ in range(rng.randint(*span))] for _ in range(REQUESTS)
+        ]
+        job = cls(prompts, [rng.randint(*span) for _ in range(REQUESTS)])
+        assert (sum(map(len, prompts)), sum(job.lengths)) == (TOKENS_IN, TOKENS_OUT)
+        return job
+
+    def requests(self, vocab_size: int, first_id: int) -> Iterator[Request]:
+        for index, (prompt, length) in enumerate(zip(self.prompts, self.lengths, strict=True)):
+            yield Request(
+                id=first_id + index,
+                prompt=np.array(prompt, np.int32) % vocab_size,
+                max_tokens=length,
+                temperature=0.6,
+                seed=index,
+            )
+
+
+@dataclass
+class Clock:
+    """Where the host's time goes, in seconds, and a runner that takes it."""
+
+    runner: Runner
+    launch_seconds: float = 0.0
+    wait_seconds: float = 0.0
+    steps: int = 0
+
+    def __post_init__(self) -> None:
+        runner = self.runner
+        self.limits, self.eos_token_ids = runner.limits, runner.eos_token_ids
+        self.device, self.dtype, self.close = runner.device, runner.dtype, runner.close
+
+    def launch(self, plan: StepPlan) -> PendingStep:
+        started = time.perf_counter()
+        pending = self.runner.launch(plan)
+        self.launch_seconds += time.perf_counter() - started
+        self.steps += 1
+        return _Waited(self, pending)
+
+
+@dataclass(frozen=True)
+class _Waited:
+    clock: Clock
+    pending: PendingStep
+
+    def collect(self) -> I32:
+        started = time.perf_counter()
+        tokens = self.pending.collect()
+        self.clock.wait_seconds += time.perf_counter() - started
+        return tokens
+
+
+def floor_seconds(config: ModelConfig, job: Job, kv_bytes: int) -> float:
+    """Prefill at the matrix rate, each decode step at the slower of weights and products, and KV.
+
+    All requests decode together from their first token, as if memory held them all.
+    """
+    heads, head_dim = config.num_heads * config.head_dim, config.head_dim
+    kv = config.num_kv_heads * head_dim
+    layer = config.hidden_size * (2 * heads + 2 * kv + 3 * config.intermediate_size)
+    body, head = config.num_layers * layer, config.hidden_size * config.vocab_size
+    prompts, lengths = (np.array(x) for x in ([len(p) for p in job.prompts], job.lengths))
+    causal = 2 * config.num_layers * heads * float((prompts**2).sum())
+    total = (2 * body * prompts.sum() + causal + 2 * head * len(prompts)) / FLOPS
+    token_bytes = 2 * config.num_layers * kv * kv_bytes
+    for step in range(1, int(lengths.max())):
+        live = lengths > step
+        context = int((prompts[live] + step).sum())
+        weights = 2 * (body + head)
+        products = 2 * (body + head) * int(live.sum()) / FLOPS
+        total += max(weights / BYTES_PER_SECOND, products)
+        total += context * token_bytes / BYTES_PER_SECOND
+    return float(total)
+
+
+def run(engine: Engine, clock: Clock, job: Job, first_id: int) -> dict[str, Any]:
+    engine.flush_cache()
+    clock.launch_seconds = clock.wait_seconds = 0.0
+    clock.steps = received = 0
+    started = time.perf_counter()
+    for request in job.requests(engine.limits.vocab_size, first_id):
+        engine.add(request)
+    while engine.has_work:
+        output = engine.step()
+        received += 0 if output is None else len(output.ids)
+    seconds = time.perf_counter() - started
+    assert received == TOKENS_OUT, f"{received} tokens instead of {TOKENS_OUT}"
+    schedule = seconds - clock.launch_seconds - clock.wait_seconds
+    parts = {"schedule": schedule, "launch": clock.launch_seconds, "wait": clock.wait_seconds}
+    return {
+        "tok_s": round(TOKENS_OUT / seconds, 1),
+        "seconds": round(seconds, 3),
+        "steps": clock.steps,
+        "step_ms": {name: round(1e3 * spent / clock.steps, 3) for name, spent in parts.items()},
+    }
+
+
+def profile(engine: Engine, clock: Clock, job: Job, path: Path) -> None:
+    import torch
+
+    with torch.profiler.profile() as profiler:
+        run(engine, clock, job, 10**6)
+    profiler.export_chrome_trace(str(path))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--load-format", default="auto")
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--name", default="", help="of the result's file; default: by the model")
+    parser.add_argument("--profile", type=Path, help="writes a trace of one more run")
+    parser.add_argument("settings", nargs="*", help="name=value")
+    arguments = parser.parse_args()
+    environ = {"MODEL": arguments.model, "LOAD_FORMAT": arguments.load_format}
+    environ |= dict(setting.upper().split("=", 1) for setting in arguments.settings)
+    unknown = environ.keys() - {field.name.upper() for field in fields(EngineSettings)}
+    if unknown:
+        parser.error(f"unknown setting: {', '.join(unknown).lower()}")
+    settings = resolve_settings(
+        {}, {PREFIX + k: v.lower() if k != "MODEL" else v for k, v in environ.items()}
+    )
+    started = time.perf_counter()
+    runner, model = build_runner(settings)
+    load_seconds = time.perf_counter() - started
+    clock, job = Clock(runner), Job.make()
+    engine = Engine(clock, steps_in_flight=settings.steps_in_flight)
+    runs = []
+    for index in range(arguments.runs):
+        runs.append(run(engine, clock, job, index * REQUESTS))
+        print(json.dumps(runs[-1]), flush=True)
+    config = ModelConfig.from_folder(resolve_model(settings).path)
+    floor = floor_seconds(config, job, 1 if settings.kv_dtype == "fp8" else 2)
+    median = statistics.median(run["tok_s"] for run in runs)
+    result = {
+        "benchmark": "offline",
+        "model": model,
+        "load_format": settings.load_format,
+        "dtype": runner.dtype,
+        "kv_dtype": runner.dtype if settings.kv_dtype == "auto" else settings.kv_dtype,
+        "gpu": _gpu(runner.device),
+        "tok_s": median,
+        "floor_tok_s": round(TOKENS_OUT / floor),
+        "share_of_floor": round(median * floor / TOKENS_OUT, 3),
+        "startup_seconds": {"total": round(load_seconds, 1)}
+        | {k: round(v, 1) for k, v in getattr(runner, "startup_seconds", {}).items()},
+        "settings": arguments.settings,
+        "runs": runs,
+    }
+    print(
+        json.dumps({name: result[name] for name in ("tok_s", "share_of_floor", "startup_seconds")})
+    )
+    print(write(arguments.name or f"offline_{model.lower()}", result))
+    if arguments.profile:
+        profile(engine, clock, job, arguments.profile)
+
+
+def _gpu(device: str) -> str:
+    if device != "cuda":
+        return "none"
+    import torch
+
+    return torch.cuda.get_device_name()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,324 @@
+"""Steps on a CUDA device: decodes as CUDA Graphs, everything else launched kernel by kernel.
+
+A graph replays the kernels of one batch size at fixed addresses. So a step of B decodes takes the
+graph of the next larger size and fills it up with rows that nobody owns: their page is the cache's
+spare one, their slot the table's last.
+
+    staging buffer  | token_ids | positions | kv_slots | slots | ... | pages |   one copy a step
+    graph 8         [ ids -> embedding -> layers -> head -> sampled tokens ]
+    B = 5             r0  r1  r2  r3  r4  pad pad pad
+"""
+
+from __future__ import annotations
+
+import bisect
+import logging
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tridentlm.backends.flashinfer import (
+    Decode,
+    FlashInferBackend,
+    FlashInferStep,
+    PlannedDecode,
+    Prefill,
+    XqaDecode,
+    cut_tail,
+)
+from tridentlm.backends.kernels import choose_tokens
+from tridentlm.core.plan import I32, StepPlan
+from tridentlm.core.request import Limits
+from tridentlm.eager import PendingTokens
+from tridentlm.models.decoder import Decoder
+from tridentlm.sampling import has_filters, sample, uniforms
+from tridentlm.staging import Layout, Staging, make_layout
+
+logger = logging.getLogger(__name__)
+
+
+def batch_sizes(largest: int) -> list[int]:
+    """The sizes that get a graph: close together where a padding row costs most."""
+    sizes = [1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(288, 1025, 32)]
+    return [size for size in sizes if size < largest] + [largest] if largest else []
+
+
+@dataclass(frozen=True, slots=True)
+class _Graph:
+    graph: torch.cuda.CUDAGraph
+    decode: Decode
+    logits: torch.Tensor  # [size, vocab]
+    tokens: torch.Tensor  # [size]
+
+
+class CudaExecutor:
+    """Computes step plans; see `eager.TorchExecutor` for how tokens pass from step to step.
+
+    `graph_sizes`: ascending batch sizes to capture.
+    """
+
+    def __init__(
+        self, decoder: Decoder, backend: FlashInferBackend, limits: Limits, graph_sizes: list[int]
+    ) -> None:
+        self._decoder, self._backend, self._device = decoder, backend, backend.device
+        self._page_size = limits.page_size
+        self._last_token = torch.zeros(
+            limits.max_running + 1, dtype=torch.int32, device=self._device
+        )
+        self._spare_slot = limits.max_running
+        self._sizes = graph_sizes
+        width = limits.pages_for(limits.max_tokens_held)
+        self._decode_layout = _decode_layout(max([1, *graph_sizes]), width)
+        self._mixed_layout = _mixed_layout(limits, width)
+        words = max(
+            max(field.offset + field.size for field in layout.values())
+            for layout in (self._decode_layout, self._mixed_layout)
+        )
+        self._staging = Staging(words, self._device)
+        self._prefill = Prefill(backend)
+        self._graphs: dict[int, _Graph] = {}
+        # A planned decode's pinned memory must outlive its copy.
+        self._recent: deque[PlannedDecode] = deque(maxlen=4)
+        self._pool: Any = None
+
+    def capture(self) -> None:
+        """Captures the graphs, the largest first: the smaller ones fit into its memory."""
+        for size in reversed(self._sizes):
+            self._graphs[size] = self._capture(size)
+        torch.cuda.synchronize(self._device)
+
+    def launch(self, plan: StepPlan) -> PendingTokens:
+        return PendingTokens(self.compute(plan)[1])
+
+    def compute(self, plan: StepPlan) -> tuple[torch.Tensor, torch.Tensor]:
+        """Starts the step. Returns logits [S, vocab] and tokens int32 [S], on the device.
+
+        Both may be a graph's own memory, which its next step overwrites.
+        """
+        lengths = np.diff(plan.query_starts)
+        longer = np.flatnonzero(lengths != 1)
+        decodes = int(longer[0]) if len(longer) else plan.num_rows
+        if decodes == len(plan.sampled) == plan.num_rows <= max([0, *self._sizes]):
+            logits, tokens = self._replay(plan)
+        else:
+            logits, tokens = self._run_mixed(plan, lengths, decodes)
+        if len(tokens) and has_filters(plan):
+            tokens = sample(logits, plan, cut_tail).int()
+            self._last_token[self._to_device(plan.slots[plan.sampled])] = tokens
+        return logits, tokens
+
+    def _replay(self, plan: StepPlan) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = plan.num_rows
+        size = self._sizes[bisect.bisect_left(self._sizes, rows)]
+        graph = self._graphs[size]
+        self._send_decodes(plan, size, graph.decode)
+        graph.graph.replay()
+        return graph.logits[:rows], graph.tokens[:rows]
+
+    def _send_decodes(self, plan: StepPlan, size: int, decode: Decode) -> None:
+        """Fills the staging buffer for the graph of `size`, and plans its attention."""
+        rows = plan.num_rows
+        spare = self._backend.spare_page
+        context = _padded(plan.context_lens, size, 1)
+        arrays: dict[str, npt.NDArray[Any]] = {
+            "token_ids": _padded(plan.token_ids, size, 0),
+            "positions": _padded(plan.positions, size, 0),
+            "kv_slots": _padded(plan.kv_slots.astype(np.int32), size, spare * self._page_size),
+            "slots": _padded(plan.slots, size, self._spare_slot),
+            "context_lens": context,
+            "temperature": _padded(plan.temperature, size, 0),
+            "uniform": _padded(uniforms(plan.seeds, plan.sample_positions), size, 0),
+        }
+        if isinstance(decode, PlannedDecode):
+            indptr, pages = _page_list(plan.block_tables, plan.context_lens, self._page_size)
+            padding = size - rows
+            indptr = np.append(indptr, indptr[-1] + np.arange(1, padding + 1, dtype=np.int32))
+            arrays["indptr"] = indptr
+            arrays["last_page_lens"] = last = (context - 1) % self._page_size + 1
+            arrays["pages"] = np.append(pages, np.full(padding, spare, np.int32))
+            self._staging.send(self._decode_layout, arrays)
+            decode.plan(indptr, last)
+        else:
+            tables = np.full((size, plan.block_tables.shape[1]), spare, np.int32)
+            tables[:rows] = plan.block_tables
+            arrays["pages"] = tables
+            self._staging.send(self._decode_layout, arrays)
+
+    def _capture(self, size: int) -> _Graph:
+        layout = self._decode_layout
+        fields = {name: self._staging.view(field) for name, field in layout.items()}
+        pages = fields["pages"]
+        decode: Decode
+        if self._backend.uses_xqa(size):
+            decode = XqaDecode(self._backend, pages[:size], fields["context_lens"][:size])
+        else:
+            decode = PlannedDecode(
+                self._backend,
+                fields["indptr"][: size + 1],
+                pages.flatten(),
+                fields["last_page_lens"][:size],
+            )
+        rows = {name: x[:size] for name, x in fields.items()}
+        step = FlashInferStep(
+            self._backend, rows["positions"], rows["kv_slots"], decode, size, None
+        )
+        self._send_decodes(_idle_plan(), size, decode)
+        self._compute(rows, rows["slots"], step, None)  # no library may set itself up in a capture
+        torch.cuda.synchronize(self._device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            logits, tokens = self._compute(rows, rows["slots"], step, None)
+        self._pool = self._pool or graph.pool()
+        return _Graph(graph, decode, logits, tokens)
+
+    def _run_mixed(
+        self, plan: StepPlan, lengths: npt.NDArray[Any], decodes: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        layout = self._mixed_layout
+        indptr, pages = _page_list(
+            plan.block_tables[decodes:], plan.context_lens[decodes:], self._page_size
+        )
+        arrays: dict[str, npt.NDArray[Any]] = {
+            "token_ids": plan.token_ids,
+            "positions": plan.positions,
+            "kv_slots": plan.kv_slots.astype(np.int32),
+            "token_slots": np.repeat(plan.slots, lengths),
+            "context_lens": plan.context_lens[:decodes],
+            "slots": plan.slots[plan.sampled],
+            "rows": plan.query_starts[plan.sampled + 1] - 1,
+            "temperature": plan.temperature,
+            "uniform": uniforms(plan.seeds, plan.sample_positions),
+            "prefill_pages": pages,
+            "pages": plan.block_tables[:decodes],
+        }
+        self._staging.send(layout, arrays)
+        fields = {
+            name: self._staging.view(layout[name])[: len(array)] for name, array in arrays.items()
+        }
+        step = FlashInferStep(
+            self._backend,
+            fields["positions"],
+            fields["kv_slots"],
+            self._mixed_decode(plan, decodes, fields) if decodes else None,
+            decodes,
+            self._prefill if decodes < plan.num_rows else None,
+        )
+        if decodes < plan.num_rows:
+            starts = plan.query_starts[decodes:] - decodes
+            self._prefill.plan(starts, indptr, plan.context_lens[decodes:], fields["prefill_pages"])
+        return self._compute(fields, fields["token_slots"], step, fields["rows"])
+
+    def _mixed_decode(
+        self, plan: StepPlan, decodes: int, fields: dict[str, torch.Tensor]
+    ) -> Decode:
+        if self._backend.has_xqa:
+            return XqaDecode(self._backend, fields["pages"], fields["context_lens"])
+        indptr, pages = _page_list(
+            plan.block_tables[:decodes], plan.context_lens[:decodes], self._page_size
+        )
+        last = (plan.context_lens[:decodes] - 1) % self._page_size + 1
+        buffers = (self._to_device(array) for array in (indptr, pages, last))
+        decode = PlannedDecode(self._backend, *buffers)
+        decode.plan(indptr, last)
+        self._recent.append(decode)
+        return decode
+
+    def _compute(
+        self,
+        fields: dict[str, torch.Tensor],
+        token_slots: torch.Tensor,
+        step: FlashInferStep,
+        rows: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits and tokens of the rows that sample; `rows` None: all."""
+        ids = fields["token_ids"]
+        ids = torch.where(ids < 0, self._last_token.index_select(0, token_slots), ids)
+        hidden = self._decoder.forward(ids, step)
+        if rows is not None:
+            hidden = hidden.index_select(0, rows)
+        if not len(hidden):
+            return hidden, self._last_token[:0]
+        logits = self._decoder.logits(hidden)
+        choice = (fields["temperature"], fields["uniform"], fields["slots"])
+        return logits, choose_tokens(logits, *choice, self._last_token)
+
+    def _to_device(self, array: npt.NDArray[Any]) -> torch.Tensor:
+        return torch.from_numpy(array).to(self._device, non_blocking=True)
+
+
+def _decode_layout(rows: int, width: int) -> Layout:
+    integer, real = torch.int32, torch.float32
+    return make_layout(
+        {
+            "token_ids": ((rows,), integer),
+            "positions": ((rows,), integer),
+            "kv_slots": ((rows,), integer),
+            "slots": ((rows,), integer),
+            "context_lens": ((rows,), integer),
+            "last_page_lens": ((rows,), integer),
+            "indptr": ((rows + 1,), integer),
+            "temperature": ((rows,), real),
+            "uniform": ((rows,), real),
+            "pages": ((rows, width), integer),
+        }
+    )
+
+
+def _mixed_layout(limits: Limits, width: int) -> Layout:
+    tokens, rows = (limits.max_step_tokens,), (limits.max_running,)
+    pages = limits.max_running * width
+    integer, real = torch.int32, torch.float32
+    return make_layout(
+        {
+            "token_ids": (tokens, integer),
+            "positions": (tokens, integer),
+            "kv_slots": (tokens, integer),
+            "token_slots": (tokens, integer),
+            "context_lens": (rows, integer),
+            "slots": (rows, integer),
+            "rows": (rows, integer),
+            "temperature": (rows, real),
+            "uniform": (rows, real),
+            "prefill_pages": ((pages,), integer),
+            "pages": ((limits.max_running, width), integer),
+        }
+    )
+
+
+def _idle_plan() -> StepPlan:
+    """A step without rows: a graph's size fills it with padding."""
+    none, real = np.zeros(0, np.int32), np.zeros(0, np.float32)
+    return StepPlan(
+        step=0,
+        slots=none,
+        query_starts=np.zeros(1, np.int32),
+        context_lens=none,
+        block_tables=np.zeros((0, 1), np.int32),
+        token_ids=none,
+        positions=none,
+        kv_slots=none.astype(np.int64),
+        sampled=none,
+        temperature=real,
+        top_k=none,
+        top_p=real,
+        min_p=real,
+        seeds=none.astype(np.uint64),
+        sample_positions=none.astype(np.int64),
+    )
+
+
+def _padded(array: npt.NDArray[Any], size: int, value: int) -> npt.NDArray[Any]:
+    padded = np.full(size, value, array.dtype)
+    padded[: len(array)] = array
+    return padded
+
+
+def _page_list(tables: I32, context_lens: I32, page_size: int) -> tuple[I32, I32]:
+    """The rows' pages one after another: (indptr int32 [rows + 1], pages)."""
+    counts = -(-context_lens // page_size)
+    used = np.arange(tables.shape[1]) < counts[:, None]
+    return np.concatenate([[0], np.cumsum(counts)]).astype(np.int32), tables[used]

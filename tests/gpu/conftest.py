@@ -1,0 +1,14 @@
+from __future__ import annotations
+
+import pytest
+
+from tests.factory import FAMILIES, make_tiny_model
+from tests.models.conftest import Reference, reference
+
+
+@pytest.fixture(scope="session", params=FAMILIES)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    """A tiny model whose heads have a size that the kernels are built for."""
+    folder = tmp_path_factory.mktemp(request.param)
+    shape = {"head_dim": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+    return reference(make_tiny_model(request.param, folder, hidden_size=128, **shape))
