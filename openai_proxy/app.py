@@ -26,6 +26,7 @@ from openai_proxy.routes import router
 from openai_proxy.schemas import describe_posts
 from openai_proxy.sessions import SessionLike, open_session
 from openai_proxy.settings import ProxySettings
+from openai_proxy.templates import Templates
 from openai_proxy.textservice import TextLike, TextService
 from openai_proxy.tokenize import TokenizeEndpoint
 
@@ -59,6 +60,7 @@ def create_app(
     app.state.text_factory = text_factory
     app.state.metrics = ProxyMetrics()
     app.state.ignored = IgnoredParameters()
+    app.state.templates = Templates(settings, lambda: app.state.text)
     posts: dict[str, Callable[..., Any]] = {
         CHAT_PATH: GenerateEndpoint(parse_chat, settings, app.state),
         COMPLETIONS_PATH: GenerateEndpoint(parse_completion, settings, app.state),

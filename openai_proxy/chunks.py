@@ -1,4 +1,4 @@
-"""The JSON of answers: stream events spliced from ready bytes, and whole responses.
+"""The events of streaming answers, spliced from ready bytes.
 
 event = head + text as JSON + tail       head and tail are made once per choice
 """
@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import orjson
 from tridentlm import __version__
 from tridentlm_client import Delta, Stream
 
+from openai_proxy.output import OutputParser, delta_of
 from openai_proxy.protocol import Job
+from openai_proxy.tools import Piece
 
 FINGERPRINT = f"tridentlm-{__version__}"
 DONE = b"data: [DONE]\n\n"
@@ -63,6 +64,10 @@ class Choice:
         self._tail = self._close + self._rest + self._end
         self._plain = not self._continuous and self._held_ids is None
 
+    @property
+    def reasoning_tokens(self) -> int:
+        return 0
+
     def role(self) -> bytes:
         opening = b'"delta":{"role":"assistant","content":""}'
         return self._start + opening + self._rest + self._usage_end()
@@ -89,9 +94,13 @@ class Choice:
         end = self.stream.end
         assert end is not None, "finish() before the end"
         self.completion_tokens = end.usage.get("completion_tokens", self.completion_tokens)
-        reasons = _dumps({"finish_reason": end.finish_reason, "stop_reason": end.stop_reason})
+        reason = self._reason(end.finish_reason)
+        reasons = _dumps({"finish_reason": reason, "stop_reason": end.stop_reason})
         body = self._start + self._empty + self._take_ids() + b',"logprobs":null,' + reasons[1:]
         return body + b"]" + self._usage_end()
+
+    def _reason(self, finish_reason: str) -> str:
+        return finish_reason
 
     def _take_ids(self) -> bytes:
         if not self._held_ids:
@@ -110,49 +119,44 @@ class Choice:
         )
 
 
-def usage_of(streams: Sequence[Stream], n: int) -> dict[str, Any]:
-    """OpenAI's usage object over all choices, which must have ended.
+class ParsedChoice(Choice):
+    """A choice whose text is cut into thoughts, content and tool calls, each piece an event."""
 
-    A prompt counts once, however many choices (`n`) it has; the tokens of all choices count.
-    """
-    usages = [stream.end.usage for stream in streams if stream.end is not None]
-    prompt, cached = (
-        sum(usage.get(name, 0) for usage in usages[::n])
-        for name in ("prompt_tokens", "cached_tokens")
-    )
-    completion = sum(usage.get("completion_tokens", 0) for usage in usages)
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": completion,
-        "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": cached},
-    }
+    def __init__(
+        self, envelope: Envelope, job: Job, index: int, stream: Stream, parser: OutputParser
+    ) -> None:
+        super().__init__(envelope, job, index, stream)
+        self._parser = parser
+
+    @property
+    def reasoning_tokens(self) -> int:
+        return self._parser.reasoning_tokens
+
+    def text(self, deltas: list[Delta]) -> bytes | None:
+        self.completion_tokens += sum(delta.count for delta in deltas)
+        if self._held_ids is not None:
+            for delta in deltas:
+                self._held_ids += (delta.extra or {}).get("token_ids", ())
+        return self._events(self._parser.push(deltas)) or None
+
+    def finish(self) -> bytes:
+        return self._events(self._parser.flush()) + super().finish()
+
+    def _events(self, pieces: list[Piece]) -> bytes:
+        return b"".join(
+            self._start
+            + b'"delta":'
+            + _dumps(delta_of(piece))
+            + self._take_ids()
+            + self._rest
+            + self._usage_end()
+            for piece in pieces
+        )
+
+    def _reason(self, finish_reason: str) -> str:
+        return finish_reason_of(finish_reason, self._parser)
 
 
-def usage_event(envelope: Envelope, usage: dict[str, Any]) -> bytes:
-    chunk = {**envelope.fields(chunk=True), "choices": [], "usage": usage}
-    return b"data: " + _dumps(chunk) + b"\n\n"
-
-
-def whole_response(envelope: Envelope, job: Job, streams: Sequence[Stream]) -> bytes:
-    """The answer to a request that does not stream, all `streams` having ended well."""
-    choices = []
-    for index, stream in enumerate(streams):
-        end = stream.end
-        assert end is not None, "whole_response() before the end"
-        deltas = stream.take()
-        text = "".join(delta.text for delta in deltas)
-        if job.chat:
-            message = {"role": "assistant", "content": text, "refusal": None}
-            choice: dict[str, Any] = {"index": index, "message": message}
-        else:
-            choice = {"index": index, "text": text}
-        if job.submissions[index].return_token_ids:
-            lists = ((delta.extra or {}).get("token_ids", ()) for delta in deltas)
-            choice["token_ids"] = [token for ids in lists for token in ids]
-        choice["logprobs"] = None
-        choice["finish_reason"] = end.finish_reason
-        choice["stop_reason"] = end.stop_reason
-        choices.append(choice)
-    body = {**envelope.fields(chunk=False), "choices": choices, "usage": usage_of(streams, job.n)}
-    return _dumps(body)
+def finish_reason_of(finish_reason: str, parser: OutputParser) -> str:
+    """A model that stopped after a call waits for its result."""
+    return "tool_calls" if parser.calls and finish_reason == "stop" else finish_reason

@@ -18,14 +18,15 @@ from starlette.types import Receive, Scope, Send
 from tridentlm.errors import EngineDown, TridentError
 from tridentlm_client import Stream
 
-from openai_proxy.chunks import DONE, Envelope, usage_of, whole_response
+from openai_proxy.answers import Answer, AnswerLike
 from openai_proxy.errors import SHUTDOWN, ClientGone
 from openai_proxy.exchange import Exchange, Headers
 from openai_proxy.parameters import IgnoredParameters
 from openai_proxy.protocol import Job
 from openai_proxy.sessions import SessionLike, require_ready
 from openai_proxy.settings import ProxySettings
-from openai_proxy.sse import EventStream, error_event
+from openai_proxy.sse import EventStream
+from openai_proxy.templates import Templates
 from openai_proxy.textservice import TextLike
 
 Parser = Callable[[Mapping[str, Any], str, ProxySettings], Job]
@@ -36,6 +37,7 @@ class ProxyState(Protocol):
 
     session: SessionLike
     text: TextLike
+    templates: Templates
     ignored: IgnoredParameters
 
 
@@ -52,14 +54,19 @@ class GenerateEndpoint:
         session = self._state.session
         body = await exchange.read_json(self._settings.max_body_bytes)
         model = require_ready(session)
-        job = self._parse(body, model, self._settings)
+        job = await self._state.templates.prepare(self._parse(body, model, self._settings))
         headers = self._state.ignored.headers(job.ignored)
         gone = asyncio.ensure_future(_wait_disconnect(exchange.receive))
         streams: list[Stream] = []
         try:
             await _admit(session, job, gone, streams)
-            answer = _answer_events if job.stream else _answer_whole
-            await answer(exchange, job, streams, headers, gone)
+            answer = Answer(job, streams)
+            if job.stream:
+                keep_alive = self._settings.sse_keep_alive
+                events = EventStream(exchange, job, answer, headers, keep_alive)
+                await _answer_events(exchange, answer, events, gone)
+            else:
+                await _answer_whole(exchange, job, answer, streams, headers, gone)
         finally:
             gone.cancel()
             for stream in streams:
@@ -96,12 +103,10 @@ async def _admit(
 
 async def _answer_events(
     exchange: Exchange,
-    job: Job,
-    streams: list[Stream],
-    headers: Headers,
+    answer: AnswerLike,
+    events: EventStream,
     gone: asyncio.Future[None],
 ) -> None:
-    events = EventStream(exchange, job, streams, headers)
     events.begin()
     try:
         await asyncio.wait((events.over, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -111,24 +116,26 @@ async def _answer_events(
     except asyncio.CancelledError:
         if not events.begun:
             raise
-        await _end_broken(exchange, EngineDown(SHUTDOWN))
+        await _end_broken(exchange, answer, EngineDown(SHUTDOWN))
     except TridentError as error:
         if not events.begun:
             raise
-        await _end_broken(exchange, error)
+        await _end_broken(exchange, answer, error)
     finally:
         events.close()
 
 
-async def _end_broken(exchange: Exchange, error: TridentError) -> None:
+async def _end_broken(exchange: Exchange, answer: AnswerLike, error: TridentError) -> None:
     exchange.error_code = error.code or error.type
-    last = {"type": "http.response.body", "body": error_event(error) + DONE}
-    await exchange.send_body(last)
+    await exchange.send_body(
+        {"type": "http.response.body", "body": b"".join(answer.failure(error))}
+    )
 
 
 async def _answer_whole(
     exchange: Exchange,
     job: Job,
+    answer: AnswerLike,
     streams: list[Stream],
     headers: Headers,
     gone: asyncio.Future[None],
@@ -156,5 +163,6 @@ async def _answer_whole(
     if not over.done():
         raise ClientGone
     over.result()
-    exchange.count(usage_of(streams, job.n))
-    await exchange.reply(whole_response(Envelope(job), job, streams), headers)
+    body = answer.whole()
+    exchange.count(answer.usage())
+    await exchange.reply(body, headers)

@@ -126,10 +126,15 @@ def _is_token(name: str) -> bool:
     return 0 < len(name) <= _MAX_NAME and name.isascii() and name.replace(".", "_").isidentifier()
 
 
-def refuse_unbuilt(body: Mapping[str, Any]) -> None:
+def refuse_unbuilt(body: Mapping[str, Any], served: frozenset[str]) -> None:
     """Raises InvalidRequest for a known parameter that is not built and asks for something."""
     for name in body:
-        if name in OFF and body[name] is not None and not OFF[name](body[name]):
+        if (
+            name in OFF
+            and name not in served
+            and body[name] is not None
+            and not OFF[name](body[name])
+        ):
             raise InvalidRequest(
                 f"{name} is not supported by this server.",
                 param=name,

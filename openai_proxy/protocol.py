@@ -21,6 +21,8 @@ from tridentlm.text.messages import check_messages
 from tridentlm_client import End, Submission
 
 from openai_proxy import chat, parameters
+from openai_proxy.chat import ToolRequest
+from openai_proxy.output import OutputFormat
 from openai_proxy.settings import ProxySettings
 
 CHAT_FIELDS = parameters.SERVED | chat.FIELDS | {"messages", "max_completion_tokens"}
@@ -45,6 +47,8 @@ class Job:
     continuous_usage: bool
     timeout: float | None
     ignored: list[str]
+    tools: ToolRequest | None = None
+    output: OutputFormat | None = None
 
     def error_of(self, end: End) -> TridentError | None:
         """Why a request failed; None when it ended well."""
@@ -66,22 +70,23 @@ class Job:
 def parse_chat(body: Mapping[str, Any], served_model: str, settings: ProxySettings) -> Job:
     """Raises InvalidRequest and ModelNotFound, with `param`."""
     check_model(body, served_model)
-    parameters.refuse_unbuilt(body)
+    parameters.refuse_unbuilt(body, CHAT_FIELDS)
     messages = check_messages(body.get("messages"))
+    tools = chat.tools_of(body)
     submission = Submission(
         messages=messages,
         sampling=parameters.sampling_of(body, None, settings.timeout),
         return_token_ids=parameters.flag(body, "return_token_ids"),
-        chat_template_kwargs=chat.template_kwargs(body),
+        chat_template_kwargs=chat.template_kwargs(body, tools),
         chat_template=chat.template_of(body, settings.trust_request_chat_template),
     )
-    return _job(body, served_model, [submission], CHAT_FIELDS)
+    return _job(body, served_model, [submission], CHAT_FIELDS, tools)
 
 
 def parse_completion(body: Mapping[str, Any], served_model: str, settings: ProxySettings) -> Job:
     """Raises InvalidRequest and ModelNotFound, with `param`."""
     check_model(body, served_model)
-    parameters.refuse_unbuilt(body)
+    parameters.refuse_unbuilt(body, COMPLETION_FIELDS)
     sampling = parameters.sampling_of(body, COMPLETION_MAX_TOKENS, settings.timeout)
     with_ids = parameters.flag(body, "return_token_ids")
     submissions = [
@@ -113,7 +118,11 @@ def unknown_model(name: str, served: str) -> ModelNotFound:
 
 
 def _job(
-    body: Mapping[str, Any], model: str, prompts: list[Submission], fields: frozenset[str]
+    body: Mapping[str, Any],
+    model: str,
+    prompts: list[Submission],
+    fields: frozenset[str],
+    tools: ToolRequest | None = None,
 ) -> Job:
     n = parameters.count(body, "n", MAX_N)
     if len(prompts) * n > MAX_CHOICES:
@@ -132,6 +141,8 @@ def _job(
         raise InvalidRequest("stream_options must be an object.", param="stream_options")
     ignored = parameters.unknown_fields(body, fields)
     ignored += [f"stream_options.{name}" for name in options if name not in _STREAM_OPTIONS]
+    if tools is not None and tools.strict:
+        ignored.append("tools.function.strict")
     continuous = parameters.flag(options, "continuous_usage_stats")
     return Job(
         chat="messages" in fields,
@@ -143,6 +154,7 @@ def _job(
         continuous_usage=continuous,
         timeout=submissions[0].sampling.get("timeout"),
         ignored=ignored,
+        tools=tools,
     )
 
 

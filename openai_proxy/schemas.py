@@ -40,9 +40,38 @@ class TextPart(BaseModel):
     text: str
 
 
+class CalledFunction(BaseModel):
+    name: str
+    arguments: str = Field(description="JSON of an object.")
+
+
+class ToolCall(BaseModel):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class ChatMessage(BaseModel):
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart]
+    model_config = ConfigDict(extra="allow")
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[TextPart] | None = Field(
+        None, description="Needed, but for an assistant's message with tool_calls."
+    )
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+
+
+class Function(BaseModel):
+    name: str = Field(min_length=1, max_length=128)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = Field(None, description="Accepted; schemas are not enforced.")
+
+
+class Tool(BaseModel):
+    type: Literal["function"]
+    function: Function
 
 
 class ChatCompletionRequest(_Sampling):
@@ -56,6 +85,9 @@ class ChatCompletionRequest(_Sampling):
     )
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    tools: list[Tool] | None = Field(None, max_length=512)
+    tool_choice: Literal["none", "auto"] | None = None
+    parallel_tool_calls: bool = Field(True, description="false: at most one call is passed on.")
 
 
 class CompletionRequest(_Sampling):
@@ -67,22 +99,31 @@ class PromptTokensDetails(BaseModel):
     cached_tokens: int
 
 
+class CompletionTokensDetails(BaseModel):
+    reasoning_tokens: int
+
+
 class Usage(BaseModel):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | None = None
 
 
 class _Choice(BaseModel):
     index: int
-    finish_reason: Literal["stop", "length"]
+    finish_reason: Literal["stop", "length", "tool_calls"]
     stop_reason: str | int | None = Field(description="The stop text or token id that was met.")
 
 
 class AnswerMessage(BaseModel):
     role: Literal["assistant"]
-    content: str
+    content: str | None
+    refusal: None
+    reasoning_content: str | None = Field(None, description="The same as reasoning.")
+    reasoning: str | None = None
+    tool_calls: list[ToolCall] | None = None
 
 
 class ChatChoice(_Choice):
@@ -133,6 +174,9 @@ class TokenizeRequest(BaseModel):
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
     chat_template: str | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    parallel_tool_calls: bool = True
     return_token_strs: bool = False
 
 

@@ -12,6 +12,8 @@ from typing import Any
 import orjson
 from tridentlm.errors import InvalidRequest
 
+TOOL_FORMATS = ("", "none", "hermes", "llama3_json", "mistral")
+THOUGHT_FORMATS = ("", "none", "think")
 PREFIXES = ("TRIDENTLM_PROXY_", "TRIDENTLM_")
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
@@ -22,8 +24,9 @@ class ProxySettings:
 
     `timeout` (seconds, 0: none) is for requests that name no timeout of their own. `drain_seconds`:
     how long running requests may go on after SIGTERM. `tls_*` are PEM files for the way to Triton;
-    any of them turns TLS on. `cors_origins`: comma separated, "*" for all. `started`: unix time,
-    the models' `created`, the same in all workers.
+    any of them turns TLS on. `tool_parser` and `reasoning_parser` name formats ("": from the chat
+    template). `sse_keep_alive`: seconds of silence, 0 for never. `cors_origins`: comma separated,
+    "*" for all. `started`: unix time, the models' `created`, the same in all workers.
     """
 
     triton: str = "127.0.0.1:8001"
@@ -40,6 +43,9 @@ class ProxySettings:
     submit: str = "submit"
     tokenizer_model: str = "tokenizer"
     trust_request_chat_template: bool = False
+    tool_parser: str = ""
+    reasoning_parser: str = ""
+    sse_keep_alive: float = 0.0
     tls: bool = False
     tls_ca: str = ""
     tls_cert: str = ""
@@ -52,9 +58,13 @@ class ProxySettings:
             raise InvalidRequest("workers must be at least 1.", param="workers")
         if self.max_body_mb <= 0:
             raise InvalidRequest("max_body_mb must be positive.", param="max_body_mb")
-        if self.timeout < 0 or self.drain_seconds < 0:
-            name = "timeout" if self.timeout < 0 else "drain_seconds"
-            raise InvalidRequest(f"{name} must not be negative.", param=name)
+        for name in ("timeout", "drain_seconds", "sse_keep_alive"):
+            if getattr(self, name) < 0:
+                raise InvalidRequest(f"{name} must not be negative.", param=name)
+        for name, known in (("tool_parser", TOOL_FORMATS), ("reasoning_parser", THOUGHT_FORMATS)):
+            if getattr(self, name) not in known:
+                names = ", ".join(filter(None, known))
+                raise InvalidRequest(f"{name} must be one of {names}.", param=name)
         if bool(self.tls_cert) != bool(self.tls_key):
             raise InvalidRequest("tls_cert and tls_key go together.", param="tls_cert")
         for name in ("tls_ca", "tls_cert", "tls_key"):

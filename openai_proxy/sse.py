@@ -21,11 +21,9 @@ from collections.abc import Awaitable, Generator
 from functools import partial
 from typing import Any
 
-from tridentlm.errors import InternalError, TridentError
-from tridentlm_client import Stream
+from tridentlm.errors import InternalError
 
-from openai_proxy.chunks import DONE, Choice, Envelope, usage_event, usage_of
-from openai_proxy.errors import error_body
+from openai_proxy.answers import AnswerLike, ChoiceLike
 from openai_proxy.exchange import Exchange, Headers
 from openai_proxy.protocol import Job
 
@@ -36,32 +34,42 @@ SSE_HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
+KEEP_ALIVE = b": keep-alive\n\n"
 
 
 class EventStream:
-    """Answers `exchange` with the output of `streams`, one choice each.
+    """Answers `exchange` with the events that `answer` makes of its choices' streams.
 
     `over` ends when the last event is written. It fails with a TridentError, nothing having been
     sent, when the engine's first news is an error: the caller then answers with its status. An
-    error after that is an event of its own, followed by [DONE].
+    error after that is an event of its own. With `keep_alive`, after so many seconds without a
+    token a comment is written; the first one makes the status 200.
     """
 
     def __init__(
-        self, exchange: Exchange, job: Job, streams: list[Stream], headers: Headers
+        self,
+        exchange: Exchange,
+        job: Job,
+        answer: AnswerLike,
+        headers: Headers,
+        keep_alive: float = 0.0,
     ) -> None:
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._exchange = exchange
         self._job = job
-        self._streams = streams
+        self._answer = answer
         self._headers = SSE_HEADERS + headers
-        self._envelope = Envelope(job)
-        self._choices = [Choice(self._envelope, job, i, s) for i, s in enumerate(streams)]
+        self._choices = answer.choices
         self._unfinished = set(self._choices)
         self._send = exchange.send_body
         self._begun = False
+        self._opened = False
+        self._keep_alive = keep_alive
+        self._tokens_seen = 0
+        self._timer: asyncio.TimerHandle | None = None
         self._outbox: deque[bytes] = deque()
         self._lagging: asyncio.Future[None] | None = None
-        self._done_sent = False
+        self._closing = False
 
     @property
     def begun(self) -> bool:
@@ -73,15 +81,19 @@ class EventStream:
         for choice in self._choices:
             choice.stream.on_news = partial(self._news, choice)
             self._news(choice)
+        if self._keep_alive:
+            self._wait_silent()
 
     def close(self) -> None:
         """Writes nothing more."""
         for choice in self._choices:
             choice.stream.on_news = None
+        if self._timer is not None:
+            self._timer.cancel()
         if self._lagging is not None:
             self._lagging.cancel()
 
-    def _news(self, choice: Choice) -> None:
+    def _news(self, choice: ChoiceLike) -> None:
         if self._lagging is not None or self.over.done():
             return
         try:
@@ -90,15 +102,15 @@ class EventStream:
         except Exception as failure:
             self._give_up(failure)
 
-    def _collect(self, choice: Choice) -> None:
+    def _collect(self, choice: ChoiceLike) -> None:
         """Turns the news of one choice into events in the outbox."""
         stream = choice.stream
         deltas, end = stream.take(), stream.end
         if choice not in self._unfinished or not (deltas or end):
             return
         error = None if end is None else self._job.error_of(end)
-        if not self._begun:
-            if error is not None and not deltas:
+        if not self._opened:
+            if error is not None and not deltas and not self._begun:
                 self.over.set_exception(error)
                 return
             self._open()
@@ -107,7 +119,8 @@ class EventStream:
         if error is not None:
             self._exchange.error_code = error.code or error.type
             self._unfinished.clear()
-            self._outbox += (error_event(error), DONE)
+            self._closing = True
+            self._outbox += self._answer.failure(error)
         elif end is not None:
             self._unfinished.discard(choice)
             self._outbox.append(choice.finish())
@@ -115,28 +128,44 @@ class EventStream:
                 self._complete()
 
     def _open(self) -> None:
-        self._begun = True
+        self._opened = True
         self._exchange.ttft = self._exchange.elapsed
-        self._step(self._exchange.start(self._headers))
-        if self._job.chat:
-            self._outbox.extend(choice.role() for choice in self._choices)
+        self._send_headers()
+        self._outbox.extend(self._answer.opening())
+
+    def _send_headers(self) -> None:
+        if not self._begun:
+            self._begun = True
+            self._step(self._exchange.start(self._headers))
 
     def _complete(self) -> None:
-        usage = usage_of(self._streams, self._job.n)
-        self._exchange.count(usage)
-        if self._job.include_usage:
-            self._outbox.append(usage_event(self._envelope, usage))
-        self._outbox.append(DONE)
+        self._exchange.count(self._answer.usage())
+        self._closing = True
+        self._outbox.extend(self._answer.closing())
 
     def _flush(self) -> None:
         outbox = self._outbox
         while outbox and self._lagging is None:
             event = outbox.popleft()
-            self._done_sent = event is DONE
-            more = not self._done_sent
+            more = bool(outbox) or not self._closing
             self._step(self._send({"type": "http.response.body", "body": event, "more_body": more}))
-        if self._done_sent and self._lagging is None:
+        if self._closing and not outbox and self._lagging is None and not self.over.done():
             self.over.set_result(None)
+
+    def _wait_silent(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(self._keep_alive, self._say_alive)
+
+    def _say_alive(self) -> None:
+        """Counts tokens, not writes, so that a token costs nothing more for this."""
+        tokens = sum(choice.completion_tokens for choice in self._choices)
+        silent, self._tokens_seen = tokens == self._tokens_seen, tokens
+        if self.over.done() or self._closing:
+            return
+        if silent and self._lagging is None:
+            self._send_headers()
+            self._outbox.append(KEEP_ALIVE)
+            self._flush()
+        self._wait_silent()
 
     def _step(self, sending: Awaitable[None]) -> None:
         """Runs a send up to its first wait; if it has one, the rest runs as a task."""
@@ -162,10 +191,6 @@ class EventStream:
         log.error("request %s: writing failed", self._exchange.request_id, exc_info=failure)
         if not self.over.done():
             self.over.set_exception(InternalError(f"The proxy failed: {failure!r}"))
-
-
-def error_event(error: TridentError) -> bytes:
-    return b"data: " + error_body(error) + b"\n\n"
 
 
 @types.coroutine

@@ -74,7 +74,7 @@ def parse_tokenize(body: Mapping[str, Any], model: str, settings: ProxySettings)
         )
     return asked | {
         "messages": check_messages(body["messages"]),
-        "chat_template_kwargs": chat.template_kwargs(body),
+        "chat_template_kwargs": chat.template_kwargs(body, chat.tools_of(body)),
         "chat_template": chat.template_of(body, settings.trust_request_chat_template),
     }
 

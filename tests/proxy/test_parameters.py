@@ -98,7 +98,6 @@ NOT_BUILT: list[tuple[str, Any, list[Any]]] = [
     ("frequency_penalty", -1, [0]),
     ("repetition_penalty", 1.1, [1, 1.0]),
     ("min_tokens", 1, [0]),
-    ("tools", [{"type": "function", "function": {"name": "f"}}], [[]]),
     ("tool_choice", "required", ["none", "auto"]),
     ("tool_choice", {"type": "function", "function": {"name": "f"}}, []),
     ("functions", [{"name": "f"}], [[]]),

@@ -1,0 +1,114 @@
+"""What follows from a model's chat template: how its answers are to be cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import orjson
+from tridentlm.errors import InvalidRequest
+
+from openai_proxy.output import OutputFormat
+from openai_proxy.protocol import Job
+from openai_proxy.reasoning import leaves_open, reasoning_for_template
+from openai_proxy.settings import ProxySettings
+from openai_proxy.textservice import TextLike
+from openai_proxy.tools import TOOL_PARSERS, parser_for_template
+
+MAX_KEPT = 256
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateInfo:
+    """`tool_parser`: None when the template shows no format that we know. `opened`: its prompt ends
+    inside thoughts."""
+
+    tool_parser: str | None
+    reasoning: bool
+    opened: bool
+
+
+class Templates:
+    """Asks the tokenizer once for each model and set of template arguments."""
+
+    def __init__(self, settings: ProxySettings, text: Callable[[], TextLike]) -> None:
+        self._settings = settings
+        self._text = text
+        self._known: dict[tuple[str, bytes], TemplateInfo] = {}
+
+    async def prepare(self, job: Job) -> Job:
+        """`job` with its output format. Raises InvalidRequest for tools that cannot be served."""
+        if not job.chat:
+            return job
+        submission = job.submissions[0]
+        kwargs = dict(submission.chat_template_kwargs)
+        kwargs.pop("tools", None)
+        continued = bool(kwargs.pop("continue_final_message", False))
+        kwargs.pop("add_generation_prompt", None)
+        info = await self._info(job.model, kwargs, submission.chat_template)
+        if job.tools is None and not info.reasoning:
+            return job
+        kind = None if job.tools is None else self._tool_parser(info)
+        opened = info.opened
+        if continued:
+            opened = leaves_open(str((submission.messages or [{}])[-1].get("content")))
+        output = OutputFormat(
+            reasoning=info.reasoning and (opened or not continued),
+            opened=opened,
+            tool_parser=kind,
+            names=() if job.tools is None else job.tools.names,
+            parallel=job.tools is None or job.tools.parallel,
+        )
+        if kind is None and not output.reasoning:
+            return job
+        job = replace(job, output=output)
+        if kind is not None and TOOL_PARSERS[kind].special_marks:
+            job = replace(job, submissions=[_unskipped(each) for each in job.submissions])
+        return job
+
+    def _tool_parser(self, info: TemplateInfo) -> str:
+        if info.tool_parser is None:
+            raise InvalidRequest(
+                "tools: the format of this model's tool calls is not known from its chat template; "
+                "the server can be told with --tool-parser.",
+                param="tools",
+                code="unsupported_parameter",
+            )
+        return info.tool_parser
+
+    async def _info(
+        self, model: str, kwargs: Mapping[str, Any], template: str | None
+    ) -> TemplateInfo:
+        asked = {"chat_template_kwargs": kwargs, "chat_template": template}
+        try:
+            key = (model, orjson.dumps(asked, option=orjson.OPT_SORT_KEYS))
+        except TypeError as error:
+            raise InvalidRequest(
+                f"chat_template_kwargs cannot be written as JSON: {error}.",
+                param="chat_template_kwargs",
+            ) from None
+        info = self._known.get(key)
+        if info is None:
+            info = self._derive(await self._text().ask("describe", asked))
+            if len(self._known) >= MAX_KEPT:
+                self._known.clear()
+            self._known[key] = info
+        return info
+
+    def _derive(self, found: Mapping[str, Any]) -> TemplateInfo:
+        template = found["chat_template"] or ""
+        tool_parser = self._settings.tool_parser or parser_for_template(template)
+        thinks = self._settings.reasoning_parser or (
+            "think" if reasoning_for_template(template) else "none"
+        )
+        return TemplateInfo(
+            tool_parser=None if tool_parser == "none" else tool_parser,
+            reasoning=thinks == "think",
+            opened=leaves_open(found["generation_prompt"]),
+        )
+
+
+def _unskipped(submission: Any) -> Any:
+    """The marks of calls are special tokens here: they must not be left out of the text."""
+    return replace(submission, sampling={**submission.sampling, "skip_special_tokens": False})
