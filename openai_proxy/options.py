@@ -57,7 +57,7 @@ PROXY_HELP = {
     "timeout": "Seconds after which a request is ended, unless it says otherwise; 0: none.",
     "log_json": "Access log as JSON.",
     "trust_request_chat_template": "Let requests bring their own chat_template, a program.",
-    "tool_parser": "Format of tool calls: hermes, llama3_json, mistral, none; default: by template.",
+    "tool_parser": "hermes, llama3_json, mistral, none: form of tool calls; default: by template.",
     "reasoning_parser": "How thoughts are marked: think, none; default: by the chat template.",
     "sse_keep_alive": "Seconds of silence after which a stream gets a comment; 0: never.",
     "cors_origins": "Origins that may call from a browser, comma separated; *: all.",
