@@ -22,6 +22,10 @@ from openai_proxy.metrics import ProxyMetrics
 from openai_proxy.middleware import OPEN_PATHS, Gate
 from openai_proxy.parameters import IgnoredParameters
 from openai_proxy.protocol import parse_chat, parse_completion
+from openai_proxy.rawgenerate import RawGenerateEndpoint
+from openai_proxy.responses.endpoint import ResponsesEndpoint
+from openai_proxy.responses.endpoint import router as responses_router
+from openai_proxy.responses.store import ResponseStore
 from openai_proxy.routes import router
 from openai_proxy.schemas import describe_posts
 from openai_proxy.sessions import SessionLike, open_session
@@ -39,6 +43,8 @@ CHAT_PATH = "/v1/chat/completions"
 COMPLETIONS_PATH = "/v1/completions"
 TOKENIZE_PATH = "/tokenize"
 DETOKENIZE_PATH = "/detokenize"
+RESPONSES_PATH = "/v1/responses"
+GENERATE_PATH = "/generate"
 CONNECT_SECONDS = 3.0
 
 
@@ -61,18 +67,22 @@ def create_app(
     app.state.metrics = ProxyMetrics()
     app.state.ignored = IgnoredParameters()
     app.state.templates = Templates(settings, lambda: app.state.text)
+    app.state.responses = ResponseStore(settings)
     posts: dict[str, Callable[..., Any]] = {
         CHAT_PATH: GenerateEndpoint(parse_chat, settings, app.state),
         COMPLETIONS_PATH: GenerateEndpoint(parse_completion, settings, app.state),
+        RESPONSES_PATH: ResponsesEndpoint(settings, app.state, app.state.responses),
+        GENERATE_PATH: RawGenerateEndpoint(settings, app.state),
         TOKENIZE_PATH: TokenizeEndpoint(settings, app.state, detokenize=False),
         DETOKENIZE_PATH: TokenizeEndpoint(settings, app.state, detokenize=True),
     }
     for path, endpoint in posts.items():
         app.router.routes.insert(0, Route(path, endpoint, methods=["POST"]))
     app.include_router(router)
+    app.include_router(responses_router)
     describe_posts(app)
     app.add_exception_handler(HTTPException, on_http_exception)
-    known = OPEN_PATHS | posts.keys() | {"/v1/models", "/version"}
+    known = OPEN_PATHS | posts.keys() | {"/v1/models", "/version", "/v1/embeddings"}
     app.add_middleware(Gate, api_key=settings.api_key, metrics=app.state.metrics, routes=known)
     if settings.cors_origins:
         origins = [origin.strip() for origin in settings.cors_origins.split(",")]

@@ -14,6 +14,7 @@ from tridentlm.errors import InvalidRequest, TridentError
 
 from openai_proxy.errors import ClientGone, HttpError, error_body, error_headers
 
+_TRACEPARENT = re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 _SANE_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
 
 Headers = list[tuple[bytes, bytes]]
@@ -22,8 +23,8 @@ Headers = list[tuple[bytes, bytes]]
 class Exchange:
     """`receive` and `send` are the server's own, below every middleware.
 
-    `status` is 0 until a response starts. `prompt_tokens` and `completion_tokens` are filled in by
-    the endpoints for the access log.
+    `status` is 0 until a response starts. `traceparent` is W3C's header, None without a well-formed
+    one. `prompt_tokens` and `completion_tokens` are filled in by the endpoints for the access log.
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -34,6 +35,8 @@ class Exchange:
         given = self.headers.get(b"x-request-id", b"")
         sane = _SANE_ID.fullmatch(given) is not None
         self.request_id = given if sane else b"req-" + os.urandom(12).hex().encode()
+        trace = self.headers.get(b"traceparent", b"")
+        self.traceparent = trace.decode() if _TRACEPARENT.fullmatch(trace) else None
         self.started = time.perf_counter()
         self.status = 0
         self.error_code: str | None = None

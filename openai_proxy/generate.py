@@ -60,18 +60,31 @@ class GenerateEndpoint:
         streams: list[Stream] = []
         try:
             await _admit(session, job, gone, streams)
-            answer = Answer(job, streams)
-            if job.stream:
-                keep_alive = self._settings.sse_keep_alive
-                events = EventStream(exchange, job, answer, headers, keep_alive)
-                await _answer_events(exchange, answer, events, gone)
-            else:
-                await _answer_whole(exchange, job, answer, streams, headers, gone)
+            await self._respond(exchange, job, streams, headers, gone)
         finally:
             gone.cancel()
             for stream in streams:
                 stream.on_news = None
                 stream.close()
+
+    def _answer(self, job: Job, streams: list[Stream]) -> AnswerLike:
+        return Answer(job, streams)
+
+    async def _respond(
+        self,
+        exchange: Exchange,
+        job: Job,
+        streams: list[Stream],
+        headers: Headers,
+        gone: asyncio.Future[None],
+    ) -> None:
+        answer = self._answer(job, streams)
+        if job.stream:
+            keep_alive = self._settings.sse_keep_alive
+            events = EventStream(exchange, job, answer, headers, keep_alive)
+            await _answer_events(exchange, answer, events, gone)
+        else:
+            await _answer_whole(exchange, job, answer, streams, headers, gone)
 
 
 async def _wait_disconnect(receive: Receive) -> None:

@@ -50,6 +50,7 @@ def log_access(exchange: Exchange) -> None:
     client = scope.get("client")
     fields = {
         "request_id": exchange.request_id.decode(),
+        "traceparent": exchange.traceparent,
         "client": f"{client[0]}:{client[1]}" if client else None,
         "method": scope["method"],
         "path": scope["path"],

@@ -60,6 +60,7 @@ PROXY_HELP = {
     "tool_parser": "hermes, llama3_json, mistral, none: form of tool calls; default: by template.",
     "reasoning_parser": "How thoughts are marked: think, none; default: by the chat template.",
     "sse_keep_alive": "Seconds of silence after which a stream gets a comment; 0: never.",
+    "max_stored_responses": "Answers of /v1/responses that are kept in memory; 0: none.",
     "cors_origins": "Origins that may call from a browser, comma separated; *: all.",
 }
 CONNECTION_HELP = {

@@ -24,37 +24,37 @@ _MAX_NAMED = 20
 _MAX_NAME = 64
 
 
-def _only(*values: Any) -> Callable[[Any], bool]:
+def only(*values: Any) -> Callable[[Any], bool]:
     """Off is any of `values`, of the same type: JSON's false is not 0."""
     return lambda value: any(
         value == off and isinstance(value, bool) == isinstance(off, bool) for off in values
     )
 
 
-_never = _only()
-_empty = _only([], {}, "")
-_false = _only(False)
-_zero = _only(0)
+_never = only()
+_empty = only([], {}, "")
+_false = only(False)
+_zero = only(0)
 
 # Parameters of OpenAI, vLLM and SGLang that are not built: the values that ask for nothing. null
 # asks for nothing everywhere.
 OFF: dict[str, Callable[[Any], bool]] = {
-    "best_of": _only(1),
+    "best_of": only(1),
     "logprobs": _false,
     "top_logprobs": _zero,
     "prompt_logprobs": _never,
     "logit_bias": _empty,
     "presence_penalty": _zero,
     "frequency_penalty": _zero,
-    "repetition_penalty": _only(1),
-    "length_penalty": _only(1),
+    "repetition_penalty": only(1),
+    "length_penalty": only(1),
     "min_tokens": _zero,
     "tools": _empty,
-    "tool_choice": _only("none", "auto"),
-    "parallel_tool_calls": _only(True, False),
+    "tool_choice": only("none", "auto"),
+    "parallel_tool_calls": only(True, False),
     "functions": _empty,
-    "function_call": _only("none", "auto"),
-    "response_format": _only({"type": "text"}),
+    "function_call": only("none", "auto"),
+    "response_format": only({"type": "text"}),
     "structured_outputs": _never,
     "structural_tag": _never,
     "guided_json": _never,
@@ -65,15 +65,15 @@ OFF: dict[str, Callable[[Any], bool]] = {
     "regex": _never,
     "ebnf": _never,
     "echo": _false,
-    "suffix": _only(""),
-    "modalities": _only(["text"]),
+    "suffix": only(""),
+    "modalities": only(["text"]),
     "audio": _never,
     "prediction": _never,
     "web_search_options": _never,
     "reasoning_effort": _never,
-    "verbosity": _only("medium"),
+    "verbosity": only("medium"),
     "store": _false,
-    "service_tier": _only("auto", "default"),
+    "service_tier": only("auto", "default"),
     "use_beam_search": _false,
     "include_stop_str_in_output": _false,
     "no_stop_trim": _false,
@@ -81,7 +81,7 @@ OFF: dict[str, Callable[[Any], bool]] = {
     "bad_words": _empty,
     "allowed_token_ids": _never,
     "truncate_prompt_tokens": _never,
-    "spaces_between_special_tokens": _only(True),
+    "spaces_between_special_tokens": only(True),
     "documents": _empty,
     "prompt_embeds": _never,
     "lora_path": _never,

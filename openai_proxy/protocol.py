@@ -7,7 +7,7 @@ Written by hand on the dicts of orjson: a pydantic model costs 0.6 to 1 ms a req
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tridentlm.errors import (
@@ -36,7 +36,10 @@ _STREAM_OPTIONS = ("include_usage", "continuous_usage_stats")
 @dataclass(frozen=True, slots=True)
 class Job:
     """One checked request. `submissions` are its choices in order, `n` for each prompt; `chat`
-    tells the two formats apart; `ignored` names the body's unknown fields."""
+    tells the two formats apart; `ignored` names the body's unknown fields. `output`: how the text
+    is to be cut, None for plain text. `context` belongs to the endpoint, `renamed` gives its names
+    for the parameters that errors blame.
+    """
 
     chat: bool
     model: str
@@ -49,6 +52,8 @@ class Job:
     ignored: list[str]
     tools: ToolRequest | None = None
     output: OutputFormat | None = None
+    context: object = None
+    renamed: Mapping[str, str] = field(default_factory=dict)
 
     def error_of(self, end: End) -> TridentError | None:
         """Why a request failed; None when it ended well."""
@@ -64,6 +69,7 @@ class Job:
         """An engine's error in this endpoint's words: a chat's prompt is its messages."""
         if self.chat and error.param == "prompt":
             error.param = "messages"
+        error.param = self.renamed.get(error.param or "", error.param)
         return error
 
 

@@ -9,7 +9,7 @@ import httpx
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from tridentlm import __version__
-from tridentlm.errors import EngineDown
+from tridentlm.errors import EngineDown, InvalidRequest
 
 from openai_proxy.metrics import ProxyMetrics, readiness_text
 from openai_proxy.protocol import unknown_model
@@ -52,6 +52,14 @@ async def get_model(request: Request, model_id: str) -> dict[str, Any]:
     if model["id"] != model_id:
         raise unknown_model(model_id, model["id"])
     return model
+
+
+@router.post("/v1/embeddings")
+async def embeddings() -> dict[str, Any]:
+    """Always a 400: a server of a generating model has no embeddings."""
+    raise InvalidRequest(
+        "This server generates text; its model gives no embeddings.", code="unsupported_endpoint"
+    )
 
 
 @router.get("/health/live")

@@ -199,12 +199,68 @@ class DetokenizeResponse(BaseModel):
     prompt: str
 
 
+class ResponseTool(BaseModel):
+    type: Literal["function"]
+    name: str = Field(min_length=1, max_length=128)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ResponseRequest(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    model: str | None = None
+    input: str | list[dict[str, Any]] = Field(
+        description="A text, or items: message, function_call, function_call_output, reasoning."
+    )
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    store: bool | None = Field(None, description="Default: true where one process answers.")
+    background: bool = Field(False, description="Answer at once; ask for the result later.")
+    stream: bool = False
+    max_output_tokens: int | None = Field(None, ge=1)
+    temperature: float = Field(1.0, ge=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    tools: list[ResponseTool] | None = Field(None, max_length=512)
+    tool_choice: Literal["none", "auto"] | None = None
+    parallel_tool_calls: bool = True
+    metadata: dict[str, Any] | None = None
+
+
+class ResponseObject(BaseModel):
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Literal["in_progress", "completed", "incomplete", "failed", "cancelled"]
+    error: dict[str, Any] | None
+    incomplete_details: dict[str, Any] | None
+    model: str
+    output: list[dict[str, Any]]
+    usage: dict[str, Any] | None
+
+
+class GenerateRequest(_Sampling):
+    text_input: str | None = Field(None, description="The prompt; `prompt` is the same.")
+    prompt: str | None = None
+    stream: bool = True
+
+
+class GenerateResponse(BaseModel):
+    model_name: str
+    text_output: str
+    finish_reason: Literal["stop", "length"]
+    usage: Usage
+
+
 _REF = "#/components/schemas/{model}"
 
 
 _POSTS: dict[str, tuple[str, type[BaseModel], type[BaseModel]]] = {
     "/v1/chat/completions": ("Create a chat completion", ChatCompletionRequest, ChatCompletion),
     "/v1/completions": ("Create a completion", CompletionRequest, Completion),
+    "/v1/responses": ("Create a response", ResponseRequest, ResponseObject),
+    "/generate": ("Text in, text out", GenerateRequest, GenerateResponse),
     "/tokenize": ("Token ids of a prompt or of messages", TokenizeRequest, TokenizeResponse),
     "/detokenize": ("The text of token ids", DetokenizeRequest, DetokenizeResponse),
 }

@@ -46,6 +46,7 @@ class ProxySettings:
     tool_parser: str = ""
     reasoning_parser: str = ""
     sse_keep_alive: float = 0.0
+    max_stored_responses: int = 512
     tls: bool = False
     tls_ca: str = ""
     tls_cert: str = ""
@@ -58,7 +59,7 @@ class ProxySettings:
             raise InvalidRequest("workers must be at least 1.", param="workers")
         if self.max_body_mb <= 0:
             raise InvalidRequest("max_body_mb must be positive.", param="max_body_mb")
-        for name in ("timeout", "drain_seconds", "sse_keep_alive"):
+        for name in ("timeout", "drain_seconds", "sse_keep_alive", "max_stored_responses"):
             if getattr(self, name) < 0:
                 raise InvalidRequest(f"{name} must not be negative.", param=name)
         for name, known in (("tool_parser", TOOL_FORMATS), ("reasoning_parser", THOUGHT_FORMATS)):

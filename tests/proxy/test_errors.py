@@ -136,7 +136,7 @@ def test_unknown_model_id_is_404(http: httpx.Client) -> None:
     ("method", "path", "status", "code"),
     [
         ("GET", "/nothing", 404, "unknown_url"),
-        ("POST", "/v1/embeddings", 404, "unknown_url"),
+        ("POST", "/v1/images", 404, "unknown_url"),
         ("POST", "/v1/chat/completions/", 404, "unknown_url"),
         ("GET", CHAT, 405, "method_not_allowed"),
         ("DELETE", COMPLETIONS, 405, "method_not_allowed"),

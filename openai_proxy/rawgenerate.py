@@ -1,0 +1,103 @@
+"""POST /generate: text in, text out, by the names of Triton's own generate endpoint.
+
+{"text_input": "Once", "max_tokens": 8}    data: {"text_output": " upon"}
+                                           data: {"text_output": "", "finish_reason": "length",
+                                                  "usage": {...}}
+                                           data: [DONE]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import orjson
+from tridentlm.errors import InvalidRequest, TridentError
+from tridentlm_client import Delta, Stream, Submission
+
+from openai_proxy import parameters
+from openai_proxy.answers import usage_of
+from openai_proxy.chunks import DONE
+from openai_proxy.errors import error_body
+from openai_proxy.generate import GenerateEndpoint, ProxyState
+from openai_proxy.protocol import Job, check_model
+from openai_proxy.settings import ProxySettings
+
+FIELDS = parameters.SAMPLING | {"model", "text_input", "prompt", "stream"}
+
+
+def parse_generate(body: Mapping[str, Any], model: str, settings: ProxySettings) -> Job:
+    """Raises InvalidRequest and ModelNotFound. It streams unless `stream` is false."""
+    check_model(body, model)
+    parameters.refuse_unbuilt(body, FIELDS)
+    name = "prompt" if body.get("text_input") is None else "text_input"
+    if not isinstance(body.get(name), str):
+        raise InvalidRequest("text_input must be a string.", param="text_input")
+    sampling = parameters.sampling_of(body, None, settings.timeout)
+    return Job(
+        chat=False,
+        model=model,
+        submissions=[Submission(prompt=body[name], sampling=sampling)],
+        n=1,
+        stream=body.get("stream") is None or parameters.flag(body, "stream"),
+        include_usage=True,
+        continuous_usage=False,
+        timeout=sampling.get("timeout"),
+        ignored=parameters.unknown_fields(body, FIELDS),
+        renamed={"prompt": name},
+    )
+
+
+class _Choice:
+    def __init__(self, stream: Stream) -> None:
+        self.stream = stream
+        self.completion_tokens = 0
+
+    def text(self, deltas: list[Delta]) -> bytes | None:
+        self.completion_tokens += sum(delta.count for delta in deltas)
+        text = "".join(delta.text for delta in deltas)
+        return _event({"text_output": text}) if text else None
+
+    def finish(self) -> bytes:
+        return _event({"text_output": "", **_end_of(self.stream)})
+
+
+class GenerateAnswer:
+    def __init__(self, job: Job, streams: Sequence[Stream]) -> None:
+        self._job = job
+        self.choices = [_Choice(stream) for stream in streams]
+
+    def opening(self) -> list[bytes]:
+        return []
+
+    def closing(self) -> list[bytes]:
+        return [DONE]
+
+    def failure(self, error: TridentError) -> list[bytes]:
+        return [b"data: " + error_body(error) + b"\n\n", DONE]
+
+    def whole(self) -> bytes:
+        stream = self.choices[0].stream
+        text = "".join(delta.text for delta in stream.take())
+        return orjson.dumps({"model_name": self._job.model, "text_output": text, **_end_of(stream)})
+
+    def usage(self) -> dict[str, Any]:
+        return usage_of([choice.stream for choice in self.choices], 1)
+
+
+class RawGenerateEndpoint(GenerateEndpoint):
+    def __init__(self, settings: ProxySettings, state: ProxyState) -> None:
+        super().__init__(parse_generate, settings, state)
+
+    def _answer(self, job: Job, streams: list[Stream]) -> GenerateAnswer:
+        return GenerateAnswer(job, streams)
+
+
+def _end_of(stream: Stream) -> dict[str, Any]:
+    end = stream.end
+    assert end is not None, "the answer has ended"
+    return {"finish_reason": end.finish_reason, "usage": usage_of([stream], 1)}
+
+
+def _event(fields: Mapping[str, Any]) -> bytes:
+    return b"data: " + orjson.dumps(fields) + b"\n\n"

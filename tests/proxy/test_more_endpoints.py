@@ -1,0 +1,77 @@
+"""/generate, /v1/embeddings and the trace header."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import httpx
+import openai
+import pytest
+from tridentlm.errors import InternalError, Overloaded
+from tridentlm_client import Delta, End
+
+from tests.proxy.fakes import MODEL, FakeSession, Reply, eventually
+
+USAGE = {
+    "prompt_tokens": 5,
+    "completion_tokens": 2,
+    "total_tokens": 7,
+    "prompt_tokens_details": {"cached_tokens": 1},
+}
+TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+def test_generate_streams_events_that_are_whole(http: httpx.Client, session: FakeSession) -> None:
+    response = http.post("/generate", json={"text_input": "Once", "max_tokens": 3, "top_k": 2})
+    assert response.headers["content-type"] == "text/event-stream"
+    *events, done, rest = response.text.split("\n\n")
+    assert (done, rest) == ("data: [DONE]", "")
+    assert [json.loads(event[6:]) for event in events] == [
+        {"text_output": "Hello"},
+        {"text_output": " world"},
+        {"text_output": "", "finish_reason": "stop", "usage": USAGE},
+    ]
+    assert session.submissions[-1].prompt == "Once"
+    assert session.submissions[-1].sampling == {"max_tokens": 3, "top_k": 2}
+
+
+def test_generate_answers_whole_when_asked(http: httpx.Client) -> None:
+    body = {"prompt": "Once", "stream": False}
+    assert http.post("/generate", json=body).json() == {
+        "model_name": MODEL,
+        "text_output": "Hello world",
+        "finish_reason": "stop",
+        "usage": USAGE,
+    }
+
+
+def test_generate_has_errors_of_the_one_shape(http: httpx.Client, session: FakeSession) -> None:
+    assert http.post("/generate", json={}).json()["error"]["param"] == "text_input"
+    body = {"text_input": "x"}
+    assert http.post("/generate", json=body | {"n": 2}).status_code == 200
+    refused = http.post("/generate", json=body | {"logprobs": 2})
+    assert refused.json()["error"]["param"] == "logprobs"
+    session.reply = lambda s: Reply(refusal=Overloaded("full"))
+    assert http.post("/generate", json=body).status_code == 503
+    failure = End.from_error(InternalError("broke"))
+    session.reply = lambda s: Reply(steps=[Delta("a", 1), 0.01, failure])
+    events = http.post("/generate", json=body).text.split("\n\n")
+    assert json.loads(events[-3][6:])["error"]["message"] == "broke"
+    assert events[-2] == "data: [DONE]"
+
+
+def test_embeddings_are_refused_clearly(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="no embeddings") as caught:
+        client.embeddings.create(model=MODEL, input="x")
+    assert caught.value.code == "unsupported_endpoint"
+
+
+@pytest.mark.parametrize(("given", "logged"), [(TRACE, True), ("nonsense", False)])
+def test_a_trace_header_is_in_the_access_log(
+    http: httpx.Client, caplog: pytest.LogCaptureFixture, given: str, logged: bool
+) -> None:
+    with caplog.at_level(logging.INFO, "openai_proxy.access"):
+        http.get("/version", headers={"traceparent": given})
+        eventually(lambda: caplog.records)
+    assert any(given in record.getMessage() for record in caplog.records) == logged
