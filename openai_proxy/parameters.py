@@ -86,7 +86,6 @@ OFF: dict[str, Callable[[Any], bool]] = {
     "prompt_embeds": _never,
     "lora_path": _never,
     "priority": _zero,
-    "cache_salt": _never,
 }
 
 SAMPLING = frozenset(spec.name for spec in fields(SamplingParams)) - OFF.keys()

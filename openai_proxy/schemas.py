@@ -28,6 +28,9 @@ class _Sampling(BaseModel):
     stream: bool = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
+    cache_salt: str | None = Field(
+        None, max_length=256, description="Cached prompts are shared with the same salt only."
+    )
 
 
 class StreamOptions(BaseModel):
@@ -293,7 +296,7 @@ def _operation(summary: str, request: type[BaseModel], response: type[BaseModel]
         return {kind: {"schema": {"$ref": _REF.format(model=model.__name__)}}}
 
     streams = "stream" in request.model_fields
-    events = {"text/event-stream": {"schema": {"type": "string"}}} if streams else {}
+    events = {"text/event-stream": {"schema": {"description": "Events"}}} if streams else {}
     return {
         "summary": summary,
         "requestBody": {"required": True, "content": content(request)},

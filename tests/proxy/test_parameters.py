@@ -34,6 +34,7 @@ def test_sampling_fields_reach_the_engine(http: httpx.Client, session: FakeSessi
         "stop_token_ids": [1],
         "skip_special_tokens": False,
         "timeout": 3.5,
+        "cache_salt": "tenant",
     }
     for path in (CHAT, COMPLETIONS):
         assert ask(http, path, **sampling).status_code == 200
