@@ -8,13 +8,21 @@ from typing import Any
 import numpy as np
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 from tridentlm.core.plan import I32
+from tridentlm.core.policy import POLICIES, Policy
 from tridentlm.core.radix import RadixCache
 from tridentlm.core.request import FinishReason, Limits, Request
 from tridentlm.errors import InvalidRequest
 
-from tests.core.driver import Driver
+from tests.core.driver import Driver, Reckless
 from tests.core.fake_model import VOCAB
 
 lengths = st.one_of(st.integers(1, 8), st.integers(1, 70))
@@ -27,6 +35,11 @@ prompts = st.one_of(
 class Traffic(RuleBasedStateMachine):
     """Arrivals, aborts, deadlines, flushes, launches and collects, in any order."""
 
+    steps = 0
+
+    def count_steps(self) -> None:
+        Traffic.steps += self.driver.scheduler.stats().steps
+
     @initialize(
         page_size=st.one_of(st.integers(1, 4), st.integers(1, 64)),
         num_pages=st.integers(1, 40),
@@ -35,6 +48,9 @@ class Traffic(RuleBasedStateMachine):
         max_model_len=st.integers(2, 80),
         steps_in_flight=st.integers(1, 2),
         cached=st.booleans(),
+        policy=st.sampled_from(list(POLICIES.values())),
+        reserve=st.booleans(),
+        reckless=st.booleans(),
     )
     def start(
         self,
@@ -45,6 +61,9 @@ class Traffic(RuleBasedStateMachine):
         max_model_len: int,
         steps_in_flight: int,
         cached: bool,
+        policy: Policy,
+        reserve: bool,
+        reckless: bool,
     ) -> None:
         self.limits = Limits(
             max_model_len=max_model_len,
@@ -56,7 +75,14 @@ class Traffic(RuleBasedStateMachine):
             vocab_size=VOCAB,
         )
         self.steps_in_flight = steps_in_flight
-        self.driver = Driver(self.limits, cache=RadixCache(page_size) if cached else None)
+        self.make_driver = lambda: Driver(
+            self.limits,
+            cache=RadixCache(page_size) if cached else None,
+            policy=policy,
+            reserve=reserve,
+            expected=Reckless() if reckless else None,
+        )
+        self.driver = self.make_driver()
         self.now = 0.0
         self.next_id = 0
         self.aborted: set[int] = set()
@@ -68,6 +94,7 @@ class Traffic(RuleBasedStateMachine):
         seconds=st.one_of(st.just(math.inf), st.integers(0, 20)),
         temperature=st.sampled_from([0.0, 1.0]),
         seed=st.integers(0, 2**64 - 1),
+        others=st.tuples(st.integers(-1, 1), st.sampled_from("-ab"), st.sampled_from("-xy")),
     )
     def arrive(
         self,
@@ -77,7 +104,9 @@ class Traffic(RuleBasedStateMachine):
         seconds: float,
         temperature: float,
         seed: int,
+        others: tuple[int, str, str],
     ) -> None:
+        priority, salt, client = others
         self.send(
             np.array(prompt, np.int32),
             max_tokens,
@@ -85,6 +114,9 @@ class Traffic(RuleBasedStateMachine):
             deadline=self.now + seconds,
             temperature=temperature,
             seed=seed,
+            priority=priority,
+            cache_salt=salt,
+            client=client,
         )
 
     @precondition(lambda self: self.driver.requests)
@@ -123,6 +155,15 @@ class Traffic(RuleBasedStateMachine):
                 assert request.id not in self.driver.scheduler._queue
 
     @rule()
+    def restart(self) -> None:
+        """The engine fails: everybody hears of it, and a new one takes over."""
+        self.driver.scheduler.fail_all("lost")
+        self.driver.drain()
+        assert self.driver.finish.keys() == self.driver.requests.keys()
+        self.count_steps()
+        self.driver = self.make_driver()
+
+    @rule()
     def flush(self) -> None:
         self.driver.scheduler.flush_cache()
 
@@ -140,9 +181,16 @@ class Traffic(RuleBasedStateMachine):
     def collect(self) -> None:
         self.driver.collect()
 
-    @rule(steps=st.integers(1, 20))
-    def run_on(self, steps: int) -> None:
+    @rule(steps=st.integers(1, 120), seed=st.integers(0, 2**32), load=st.floats(0, 0.9))
+    def run_on(self, steps: int, seed: int, load: float) -> None:
+        rng = np.random.default_rng(seed)
+        held = self.limits.max_tokens_held
         for _ in range(steps):
+            if held > 1 and rng.random() < load and len(self.driver.scheduler._queue) < 8:
+                length = int(rng.integers(1, held))
+                prompt = rng.integers(0, 2, length).astype(np.int32)
+                priority = int(rng.integers(3))
+                self.send(prompt, int(rng.integers(1, held - length + 1)), priority=priority)
             if len(self.driver.launched) < self.steps_in_flight:
                 self.driver.launch()
             if self.driver.launched:
@@ -158,16 +206,22 @@ class Traffic(RuleBasedStateMachine):
         if not hasattr(self, "driver"):
             return
         self.driver.run(self.steps_in_flight)
+        self.count_steps()
         for request_id, finish in self.driver.finish.items():
             late = self.driver.requests[request_id].deadline <= self.now
             if request_id not in self.aborted and not late:
                 assert finish in (FinishReason.STOP, FinishReason.LENGTH)
 
 
-TestTraffic = Traffic.TestCase
-TestTraffic.settings = settings(
-    max_examples=150,
-    stateful_step_count=40,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow],
-)
+def test_every_promise_holds_in_fifty_thousand_steps() -> None:
+    calm = settings(
+        max_examples=50,
+        stateful_step_count=40,
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+    for _ in range(20):
+        run_state_machine_as_test(Traffic, settings=calm)
+        if Traffic.steps >= 50_000:
+            break
+    assert Traffic.steps >= 50_000

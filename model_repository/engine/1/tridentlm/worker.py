@@ -98,7 +98,7 @@ class Worker:
             busy = engine.has_work
             if not self._inbox.poll(0 if busy else round(IDLE_SECONDS * 1e3)) and not busy:
                 if not checked:
-                    engine.check_integrity()
+                    self._check(engine)
                     checked = True
                 self._send(Idle(engine.stats()))
                 continue
@@ -111,6 +111,14 @@ class Worker:
         output = engine.shut_down()
         if output is not None:
             self._send(Step(output, engine.stats()))
+
+    def _check(self, engine: Engine) -> None:
+        """A failure is told, and ends the process: whatever it would say next might be wrong."""
+        try:
+            engine.check_integrity()
+        except AssertionError:
+            self._send(Idle(engine.stats()))
+            raise
 
     def _drain_inbox(self, engine: Engine) -> bool:
         """Handles all messages that have come; False once the process shall stop."""

@@ -88,3 +88,5 @@ class EngineStats:
     generation_tokens: int
     prefix_hit_tokens: int
     preemptions: int = 0
+    integrity_checks: int = 0
+    integrity_failures: int = 0

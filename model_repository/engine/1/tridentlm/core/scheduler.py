@@ -22,10 +22,10 @@ from __future__ import annotations
 from collections import deque
 
 import numpy as np
-import numpy.typing as npt
 
 from tridentlm.core.admission import Admission
 from tridentlm.core.cache import NullCache, PrefixCache
+from tridentlm.core.expect import ExpectedLength
 from tridentlm.core.kv import KVPages
 from tridentlm.core.plan import I32, I64, EngineStats, StepOutput, StepPlan
 from tridentlm.core.planner import plan_step
@@ -46,12 +46,16 @@ class Scheduler:
         cache: PrefixCache | None = None,
         policy: Policy = fcfs,
         reserve: bool = False,
+        expected: ExpectedLength | None = None,
     ) -> None:
         self.limits = limits
         self.table = SlotTable(limits)
         self.kv = KVPages(limits, self.table, cache or NullCache())
         self._queue = WaitingQueue(policy)
-        self._admission = Admission(limits, self.table, self.kv, self._queue, reserve=reserve)
+        self._expected = expected or ExpectedLength()
+        self._admission = Admission(
+            limits, self.table, self.kv, self._queue, self._expected, reserve=reserve
+        )
         self._slot_of: dict[int, int] = {}  # admitted requests
         self._running: I64 = np.empty(0, np.int64)  # their slots, without those that are leaving
         self._launched: deque[StepPlan] = deque()
@@ -60,6 +64,8 @@ class Scheduler:
         self._steps = 0
         self._generation_tokens = 0
         self._preemptions = 0
+        self._checks = 0
+        self._failures = 0
 
     @property
     def has_work(self) -> bool:
@@ -177,7 +183,7 @@ class Scheduler:
 
     def _preempt(self, slot: int) -> None:
         self._preemptions += 1
-        self._admission.expected.preempted()
+        self._expected.preempted()
         self._running = self._running[self._running != slot]
         self.table.leaving[slot] = True
         if not self.table.in_flight[slot]:
@@ -286,7 +292,7 @@ class Scheduler:
         for slot in slots[table.in_flight[slots] == 0].tolist():
             entry = table.entries[slot]
             assert entry is not None
-            self._admission.expected.observe(float(table.known[slot] - table.prompt_len[slot]))
+            self._expected.observe(float(table.known[slot] - table.prompt_len[slot]))
             self._admission.leave(entry)
             self.kv.release(slot)
             table.release(slot)
@@ -307,18 +313,26 @@ class Scheduler:
             generation_tokens=self._generation_tokens,
             prefix_hit_tokens=self._admission.prefix_hit_tokens,
             preemptions=self._preemptions,
+            integrity_checks=self._checks,
+            integrity_failures=self._failures,
         )
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless slots, pages, cache and launched steps all agree."""
+        self._checks += 1
+        try:
+            self._check_books()
+        except AssertionError:
+            self._failures += 1
+            raise
+
+    def _check_books(self) -> None:
         self.kv.check()
         launched = [plan.slots for plan in self._launched]
         rows = np.concatenate([np.empty(0, np.int32), *launched])
         counts = np.bincount(rows, minlength=len(self.table.ids))
         assert np.array_equal(counts, self.table.in_flight), "in_flight counts differ from plans"
-        slots = [*self._running.tolist(), *np.flatnonzero(self._leaving_alive()).tolist()]
+        leaving = np.flatnonzero(self.table.leaving & ~self.table.finished)
+        slots = [*self._running.tolist(), *leaving.tolist()]
         assert sorted(slots) == sorted(self._slot_of.values()), "running requests and slots differ"
         assert not any(request_id in self._queue for request_id in self._slot_of)
-
-    def _leaving_alive(self) -> npt.NDArray[np.bool_]:
-        return self.table.leaving & ~self.table.finished

@@ -16,6 +16,7 @@ import triton_python_backend_utils as pb_utils
 
 from tridentlm.channel import Step
 from tridentlm.streams import TextStream
+from tridentlm.triton.process import COUNTED
 
 LATENCY_BUCKETS = [0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0]
 STEP_BUCKETS = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5]
@@ -24,7 +25,8 @@ GAUGES = {
     "engine_up": "1 while the engine process takes requests",
     "num_requests_running": "Requests that hold a slot",
     "num_requests_waiting": "Requests that wait for a slot",
-    "kv_cache_usage_ratio": "Share of the KV cache's pages in use",
+    "kv_cache_usage_ratio": "Share of the KV cache's pages that requests hold",
+    "prefix_cache_usage_ratio": "Share of the KV cache's pages that only keep a prefix for reuse",
     "sessions": "Open sessions",
 }
 COUNTERS = {
@@ -32,6 +34,9 @@ COUNTERS = {
     "generation_tokens_total": "Tokens generated for requests that ended",
     "prefix_cache_queries_tokens_total": "Prompt tokens looked up in the prefix cache",
     "prefix_cache_hits_tokens_total": "Prompt tokens found in the prefix cache",
+    "preemptions_total": "Times a request lost its pages to another and was queued again",
+    "integrity_checks_total": "Checks of the books on slots, pages and prefix cache",
+    "integrity_failures_total": "Checks that failed; each ends the engine process",
     "engine_restarts_total": "Times the engine process was started again",
 }
 HISTOGRAMS = {
@@ -63,6 +68,7 @@ class Metrics:
         self._finished: dict[str, Any] = {}
         self._counts: Counter[str] = Counter()
         self._reasons: Counter[str] = Counter()
+        self._counted: Counter[str] = Counter()
         self._observations: list[tuple[str, float]] = []
         self._busy_since: float | None = None
         self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -110,8 +116,12 @@ class Metrics:
             "num_requests_running": status.get("running", 0),
             "num_requests_waiting": status.get("waiting", 0),
             "kv_cache_usage_ratio": 1 - status.get("free_pages", pages) / pages if pages else 0.0,
+            "prefix_cache_usage_ratio": status.get("cached_pages", 0) / pages if pages else 0.0,
             "sessions": status["sessions"],
         }
+        for name in COUNTED:
+            self._counts[f"{name}_total"] += status[name] - self._counted[name]
+            self._counted[name] = status[name]
         self._outbox.put((gauges, self._counts, self._reasons, self._observations))
         self._counts, self._reasons, self._observations = Counter(), Counter(), []
 

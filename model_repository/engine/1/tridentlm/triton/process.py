@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -22,6 +23,8 @@ from tridentlm.errors import EngineDown, TridentError
 from tridentlm.hub import python_executable
 
 FIRST_BACKOFF, LAST_BACKOFF = 0.5, 30.0
+COUNTED = ("preemptions", "integrity_checks", "integrity_failures")
+"""Fields of EngineStats that `describe` adds up over all processes so far."""
 
 
 class EngineProcess:
@@ -33,6 +36,7 @@ class EngineProcess:
         self._worker: WorkerClient | None = None
         self._ready: Ready | None = None
         self._stats: EngineStats | None = None
+        self._past: Counter[str] = Counter()  # what lost processes had counted
         self._start_at = 0.0
         self._backoff = FIRST_BACKOFF
 
@@ -103,17 +107,21 @@ class EngineProcess:
 
     def describe(self) -> dict[str, Any]:
         """Limits, load and names for `op=status`; only names while the process is down."""
-        described: dict[str, Any] = {}
+        described: dict[str, Any] = {name: self._past[name] for name in COUNTED}
         if self._ready is not None:
-            described = asdict(self._ready.limits)
+            described |= asdict(self._ready.limits)
             for name in ("device", "dtype", "load_seconds"):
                 described[name] = getattr(self._ready, name)
         if self._ready is not None and self._stats is not None:
             described |= asdict(self._stats)
+            for name in COUNTED:
+                described[name] += self._past[name]
         return described
 
     def _lost(self, error: TridentError) -> TridentError:
         logging.error("%s Starting it again in %.1f s.", error.message, self._backoff)
+        for name in COUNTED if self._stats is not None else ():
+            self._past[name] += getattr(self._stats, name)
         worker, self._worker = self._worker, None
         self._ready = self._stats = None
         if worker is not None:

@@ -1,0 +1,157 @@
+"""Seeded random traffic on a scheduler over the hashing fake model, checked after every step.
+
+    python -m tests.core.traffic --steps 5000000 --seed 0 --processes 2
+
+Each world draws its limits, cache, policy and admission from its seed, takes random arrivals,
+aborts, deadlines and flushes for some hundred steps, and must then come to an end by itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import multiprocessing
+import time
+from collections.abc import Iterator
+
+import numpy as np
+from tridentlm.core.policy import POLICIES
+from tridentlm.core.radix import RadixCache
+from tridentlm.core.request import FinishReason, Limits, Request
+
+from tests.core.driver import Driver, Reckless
+from tests.core.fake_model import VOCAB
+
+ENDS = (FinishReason.STOP, FinishReason.LENGTH)
+
+
+class World:
+    """One engine's life. `run` returns the number of steps and of preemptions."""
+
+    def __init__(self, seed: int, *, checked: bool = True) -> None:
+        self.rng = rng = np.random.default_rng(seed)
+        page_size = int(rng.choice([1, 2, 3, 4, 8, 16, 64]))
+        held = int(rng.integers(8, 64))
+        pages = -(-held // page_size)
+        self.limits = Limits(
+            max_model_len=held,
+            num_pages=pages + int(rng.integers(0, (1 + 2 * (rng.random() < 0.3)) * pages + 1)),
+            page_size=page_size,
+            max_running=int(rng.integers(1, 10)),
+            max_queue=100,
+            max_step_tokens=int(rng.integers(1, 40)),
+            vocab_size=VOCAB,
+        )
+        self.steps_in_flight = int(rng.integers(1, 3))
+        self.driver = Driver(
+            self.limits,
+            checked=checked,
+            cache=RadixCache(page_size) if rng.random() < 0.8 else None,
+            policy=POLICIES[str(rng.choice(list(POLICIES)))],
+            reserve=rng.random() < 0.2,
+            expected=Reckless() if rng.random() < 0.7 else None,
+        )
+        self.load = rng.uniform(0.05, 0.9)
+        self.stops = int(rng.integers(1, 4))
+        self.now = 0.0
+        self.cut: set[int] = set()  # ids that may end by abort
+
+    def run(self, turns: int) -> tuple[int, int]:
+        ids = itertools.count()
+        for _ in range(turns):
+            if self.rng.random() < self.load and len(self.driver.scheduler._queue) < 12:
+                self.driver.add(self.draw(next(ids)))
+            self.disturb()
+            self.step()
+        self.driver.run(self.steps_in_flight, limit=20_000)
+        ended = self.driver.finish
+        assert all(ended[i] in ENDS for i in self.driver.requests if i not in self.cut)
+        stats = self.driver.scheduler.stats()
+        return stats.steps, stats.preemptions
+
+    def step(self) -> None:
+        launched = self.driver.launch()
+        if self.driver.launched and (
+            launched is None or len(self.driver.launched) == self.steps_in_flight
+        ):
+            self.driver.collect()
+        self.driver.drain()
+        self.driver.check()
+
+    def disturb(self) -> None:
+        rng, scheduler = self.rng, self.driver.scheduler
+        chance = rng.random()
+        if chance < 0.02 and self.driver.requests:
+            victim = int(rng.choice(list(self.driver.requests)[-8:]))
+            scheduler.abort(victim)
+            self.cut.add(victim)
+        elif chance < 0.022:
+            scheduler.flush_cache()
+        self.now += 1
+        scheduler.expire(self.now)
+
+    def draw(self, request_id: int) -> Request:
+        """Half of all prompts go on from an earlier request and its answer."""
+        rng, held = self.rng, self.limits.max_tokens_held
+        ids = rng.integers(
+            0, VOCAB, int(rng.integers(1, 1 + held // int(rng.choice([1, 4]))))
+        ).tolist()
+        if self.driver.requests and rng.random() < 0.6:
+            earlier = int(rng.choice(list(self.driver.requests)[-20:]))
+            known = [*self.driver.requests[earlier].prompt.tolist(), *self.driver.tokens[earlier]]
+            ids = known[: int(rng.integers(1, len(known) + 1))] + ids[: int(rng.integers(0, 9))]
+        length = min(len(ids), held - 1)
+        deadline = math.inf
+        if rng.random() < 0.03:
+            deadline = self.now + int(rng.integers(1, 40))
+            self.cut.add(request_id)
+        return Request(
+            request_id,
+            np.array(ids[:length], np.int32),
+            int(rng.integers(1, held - length + 1)),
+            temperature=float(rng.integers(2)),
+            seed=int(rng.integers(3)),
+            stop_token_ids=frozenset(rng.integers(0, VOCAB, rng.integers(0, self.stops)).tolist()),
+            deadline=deadline,
+            priority=int(rng.integers(-2, 3)),
+            cache_salt=str(rng.choice(["", "", "a"])),
+            client=str(rng.choice(["", "", "x"])),
+        )
+
+
+def run_worlds(seeds: Iterator[int], steps: int) -> tuple[int, int, int]:
+    """Worlds, steps and preemptions, until there are `steps` steps."""
+    worlds = done = preemptions = 0
+    while done < steps:
+        seed = next(seeds)
+        try:
+            counts = World(seed).run(turns=400)
+        except BaseException:
+            print(f"seed {seed}", flush=True)
+            raise
+        worlds, done, preemptions = worlds + 1, done + counts[0], preemptions + counts[1]
+    return worlds, done, preemptions
+
+
+def _run_share(share: tuple[int, int, int]) -> tuple[int, int, int]:
+    first, stride, steps = share
+    return run_worlds(itertools.count(first, stride), steps)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=5_000_000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--processes", type=int, default=1)
+    options = parser.parse_args()
+    start, count = time.monotonic(), options.processes
+    shares = [(options.seed + i, count, -(-options.steps // count)) for i in range(count)]
+    with multiprocessing.get_context("spawn").Pool(count) as pool:
+        worlds, steps, preemptions = np.sum(pool.map(_run_share, shares, 1), axis=0).tolist()
+    seconds = time.monotonic() - start
+    print(f"{worlds} worlds, {steps} steps, {preemptions} preemptions in {seconds:.0f} s: all held")
+
+
+if __name__ == "__main__":
+    main()
