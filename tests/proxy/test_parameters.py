@@ -120,6 +120,7 @@ NOT_BUILT: list[tuple[str, Any, list[Any]]] = [
     ("store", True, [False]),
     ("service_tier", "flex", ["auto", "default"]),
     ("include_stop_str_in_output", True, [False]),
+    ("priority", 1, [0]),
     ("prompt_embeds", "AAAA", []),
     ("lora_path", "x", []),
 ]
