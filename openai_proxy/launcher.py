@@ -40,6 +40,8 @@ STUB_LOSS_GRACE = 5.0
 TAIL = 30
 LOOK_EVERY = 1.0
 EMPTY_GRACE = 2.0
+IDLE_AFTER, IDLE_GRACE = 4.0, 1.5  # an idle Triton takes 4 to 5 s by itself
+UNFINISHED = ("tridentlm_num_requests_running{", "tridentlm_num_requests_waiting{")
 
 
 class Launcher:
@@ -154,21 +156,37 @@ class Launcher:
         """Ends a child in good order, by force at `until` or on the second signal.
 
         A Triton whose stubs have all ended has nothing left to do; it can still wait, for requests
-        that a killed stub never answered.
+        that a killed stub never answered. One whose engine holds no request can wait too: before
+        2.59 a gRPC call cancelled just as its last response went out is counted for ever.
         """
         family.observe()
         family.terminate()
-        empty_since = math.inf
+        began, empty_since, idle_since = time.monotonic(), math.inf, math.inf
         while not family.wait(TICK):
             now = time.monotonic()
-            occupied = family.observe() or family is not self._families[0]
-            empty_since = math.inf if occupied else min(empty_since, now)
-            if now - empty_since > EMPTY_GRACE:
+            is_triton = family is self._families[0]
+            empty_since = min(empty_since, now) if is_triton and not family.observe() else math.inf
+            if is_triton and now - began > IDLE_AFTER:
+                idle_since = min(idle_since, now) if self._engine_is_idle() else math.inf
+            if now - empty_since > EMPTY_GRACE or now - idle_since > IDLE_GRACE:
                 break
             if self._hurry.is_set() or now > until:
                 self._say(f"{family.name} did not end in time: killed")
                 break
         family.kill()
+
+    def _engine_is_idle(self) -> bool:
+        """Whether the engine's own metrics show no request; False when they cannot be read."""
+        url = (
+            f"http://{url_host(reachable(self._options.triton_host))}:{self._options.metrics_port}"
+        )
+        try:
+            with urllib.request.urlopen(f"{url}/metrics", timeout=1.0) as response:
+                lines = response.read().decode().splitlines()
+        except (OSError, urllib.error.URLError):
+            return False
+        held = [line.rsplit(" ", 1)[1] for line in lines if line.startswith(UNFINISHED)]
+        return bool(held) and not any(map(float, held))
 
     def _end_all(self) -> None:
         for family in reversed(self._families):

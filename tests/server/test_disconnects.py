@@ -45,7 +45,7 @@ async def leave_http(port: int, path: str, body: dict[str, Any], after: float) -
 
 async def leave_grpc(stub: Any, request: Any, after: float) -> None:
     """Streams for `after` seconds, then cancels the call."""
-    call = stub.ModelStreamInfer(_once_then_wait(request))
+    call = stub.ModelStreamInfer(once_then_wait(request))
 
     async def read() -> None:
         with contextlib.suppress(grpc.aio.AioRpcError, asyncio.CancelledError):
@@ -58,7 +58,7 @@ async def leave_grpc(stub: Any, request: Any, after: float) -> None:
     await task
 
 
-async def _once_then_wait(request: Any) -> Any:
+async def once_then_wait(request: Any) -> Any:
     yield request
     await asyncio.Event().wait()
 

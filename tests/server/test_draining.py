@@ -5,13 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from typing import Any
 
+import grpc
 import httpx
 import pytest
 from tridentlm.errors import TridentError
 from tridentlm_client import Session, Submission
+from tridentlm_client.wire import infer_request, is_final
+from tritonclient.grpc import service_pb2_grpc
 
 from tests.server.service import Service
+from tests.server.test_disconnects import once_then_wait
 from tests.server.test_faults import under_load
 
 pytestmark = pytest.mark.server
@@ -52,6 +57,32 @@ def test_a_session_on_a_stopping_tritonserver_gets_all_its_tokens_then_an_end(
     assert (count, reason) == (400, "length")
     assert error is not None
     assert error.status == 503
+
+
+def test_calls_cancelled_with_their_last_response_do_not_hold_up_the_end(fresh: Service) -> None:
+    """Triton 2.51 counts such calls for ever, and would wait for its whole exit timeout."""
+    fresh.start()
+    request = infer_request("engine", strings={}, parameters={"max_tokens": 2})
+    request.inputs.add(name="input_ids", datatype="INT32", shape=[3])
+    request.raw_input_contents.append(b"\1\0\0\0" * 3)
+
+    async def cancel_at_the_end(stub: Any) -> None:
+        call = stub.ModelStreamInfer(once_then_wait(request))
+        async for message in call:
+            if is_final(message.infer_response):
+                call.cancel()
+                return
+
+    async def run() -> None:
+        async with grpc.aio.insecure_channel(fresh.grpc) as channel:
+            stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+            for _ in range(40):
+                await asyncio.gather(*(cancel_at_the_end(stub) for _ in range(8)))
+
+    asyncio.run(run())
+    start = time.monotonic()
+    assert fresh.stop() == 0
+    assert time.monotonic() - start < 8
 
 
 def test_an_idle_plain_stream_does_not_hold_up_the_end(fresh: Service) -> None:
