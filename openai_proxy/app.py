@@ -20,6 +20,7 @@ from openai_proxy.errors import on_http_exception
 from openai_proxy.generate import GenerateEndpoint
 from openai_proxy.metrics import ProxyMetrics
 from openai_proxy.middleware import OPEN_PATHS, Gate
+from openai_proxy.openapi import describe_posts
 from openai_proxy.parameters import IgnoredParameters
 from openai_proxy.protocol import parse_chat, parse_completion
 from openai_proxy.rawgenerate import RawGenerateEndpoint
@@ -27,7 +28,6 @@ from openai_proxy.responses.endpoint import ResponsesEndpoint
 from openai_proxy.responses.endpoint import router as responses_router
 from openai_proxy.responses.store import ResponseStore
 from openai_proxy.routes import router
-from openai_proxy.schemas import describe_posts
 from openai_proxy.sessions import SessionLike, open_session
 from openai_proxy.settings import ProxySettings
 from openai_proxy.templates import Templates

@@ -17,6 +17,7 @@ from openai_proxy.textservice import TextLike
 from openai_proxy.tools import TOOL_PARSERS, parser_for_template
 
 MAX_KEPT = 256
+MAX_KEY_BYTES = 16384
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +94,8 @@ class Templates:
             info = self._derive(await self._text().ask("describe", asked))
             if len(self._known) >= MAX_KEPT:
                 self._known.clear()
-            self._known[key] = info
+            if len(key[1]) <= MAX_KEY_BYTES:
+                self._known[key] = info
         return info
 
     def _derive(self, found: Mapping[str, Any]) -> TemplateInfo:

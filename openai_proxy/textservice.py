@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -31,9 +32,13 @@ class TextService:
     def __init__(self, settings: ProxySettings) -> None:
         tls = tls_options(settings)
         self._model = settings.tokenizer_model
-        self._channel = wire.open_channel(
-            settings.triton, None if tls is None else tls.credentials()
-        )
+        self._target = settings.triton
+        self._credentials = None if tls is None else tls.credentials()
+        self._ending: set[asyncio.Task[None]] = set()
+        self._connect()
+
+    def _connect(self) -> None:
+        self._channel = wire.open_channel(self._target, self._credentials)
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
 
     async def ask(self, op: str, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -46,7 +51,7 @@ class TextService:
             self._model, strings={"op": [op], "request": [packed]}, parameters={}
         )
         try:
-            response = await self._stub.ModelInfer(request, timeout=ASK_SECONDS)
+            response = await self._infer(request)
         except grpc.aio.AioRpcError as error:
             raise _as_trident_error(error) from None
         answer = wire.read_string(response, "answer")
@@ -54,6 +59,20 @@ class TextService:
             raise InternalError("The tokenizer did not answer.")
         value: dict[str, Any] = orjson.loads(answer)
         return value
+
+    async def _infer(self, request: Any) -> Any:
+        try:
+            return await self._stub.ModelInfer(request, timeout=ASK_SECONDS)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                raise
+        # A channel that has failed waits longer and longer before it tries again; a new one does
+        # not. Others may still use the old one: it ends after them.
+        ending = asyncio.get_running_loop().create_task(self._channel.close(ASK_SECONDS))
+        self._ending.add(ending)
+        ending.add_done_callback(self._ending.discard)
+        self._connect()
+        return await self._stub.ModelInfer(request, timeout=ASK_SECONDS)
 
     async def close(self) -> None:
         await self._channel.close()
