@@ -34,10 +34,10 @@ class Engine:
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> torch.Tensor:
-        hidden = self.decoder.forward(
-            torch.from_numpy(plan.token_ids), self.backend.begin_step(plan)
-        )
-        return self.decoder.logits(hidden[plan.query_starts[plan.sampled + 1] - 1])
+        rows = torch.from_numpy(plan.query_starts[plan.sampled + 1] - 1)
+        step = self.backend.begin_step(plan)
+        hidden = self.decoder.forward(torch.from_numpy(plan.token_ids), step, rows)
+        return self.decoder.logits(hidden)
 
 
 @dataclass(frozen=True)

@@ -34,9 +34,11 @@ class TorchExecutor:
         return PendingTokens(self._compute(plan))
 
     def _compute(self, plan: StepPlan) -> torch.Tensor:
-        hidden = self._decoder.forward(self._token_ids(plan), self._backend.begin_step(plan))
+        rows: torch.Tensor | None = None
         if len(plan.sampled) < plan.num_tokens:
-            hidden = hidden[self._to_device(plan.query_starts[plan.sampled + 1] - 1)]
+            rows = self._to_device(plan.query_starts[plan.sampled + 1] - 1)
+        step = self._backend.begin_step(plan)
+        hidden = self._decoder.forward(self._token_ids(plan), step, rows)
         if not len(plan.sampled):
             return self._last_token[:0]
         tokens = sample(self._decoder.logits(hidden), plan).int()
@@ -74,23 +76,28 @@ class PendingTokens:
         return array
 
 
-def profile_plan(tokens: int, page_size: int, max_running: int) -> StepPlan:
-    """The costliest step of `tokens` tokens: one row, and as many sampled rows as may run.
+def profile_plan(tokens: int, longest: int, page_size: int, max_running: int) -> StepPlan:
+    """The costliest step of `tokens` tokens: rows of `longest`, as many sampled as may run.
 
     Its pages are the first ones of a cache.
     """
+    tokens = min(tokens, longest * max_running)
     sampled = min(max_running, tokens)
-    ramp = np.arange(tokens, dtype=np.int32)
-    pages = np.arange(-(-tokens // page_size), dtype=np.int32)
+    starts = np.append(np.arange(0, tokens, longest, dtype=np.int32), np.int32(tokens))
+    lengths = np.diff(starts)
+    width = -(-longest // page_size)
+    tables = np.arange(len(lengths) * width, dtype=np.int32).reshape(len(lengths), width)
+    positions = np.arange(tokens, dtype=np.int32) % longest
+    first = np.repeat(tables[:, 0], lengths).astype(np.int64)
     return StepPlan(
         step=0,
-        slots=np.zeros(1, np.int32),
-        query_starts=np.array([0, tokens], np.int32),
-        context_lens=np.array([tokens], np.int32),
-        block_tables=pages[None],
+        slots=np.zeros(len(lengths), np.int32),
+        query_starts=starts,
+        context_lens=lengths,
+        block_tables=tables,
         token_ids=np.zeros(tokens, np.int32),
-        positions=ramp,
-        kv_slots=ramp.astype(np.int64),
+        positions=positions,
+        kv_slots=first * page_size + positions,
         sampled=np.zeros(sampled, np.int32),
         temperature=np.ones(sampled, np.float32),
         top_k=np.zeros(sampled, np.int32),

@@ -237,9 +237,7 @@ class CudaExecutor:
         """Logits and tokens of the rows that sample; `rows` None: all."""
         ids = fields["token_ids"]
         ids = torch.where(ids < 0, self._last_token.index_select(0, token_slots), ids)
-        hidden = self._decoder.forward(ids, step)
-        if rows is not None:
-            hidden = hidden.index_select(0, rows)
+        hidden = self._decoder.forward(ids, step, rows)
         if not len(hidden):
             return hidden, self._last_token[:0]
         logits = self._decoder.logits(hidden)

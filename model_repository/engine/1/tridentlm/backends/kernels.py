@@ -9,6 +9,40 @@ import triton.language as tl
 
 HEADS_PER_PROGRAM = 4
 VOCAB_BLOCK = 4096
+INPUT_BLOCK = 1024
+
+
+def vector_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x @ weight.T for x [1, in], weight [out, in], `in` a multiple of INPUT_BLOCK.
+
+    A matrix product of one row is all reading of weights, and cuBLAS has no kernel for just that.
+    """
+    out = x.new_empty(1, len(weight))
+    rows = 1 if weight.shape[1] >= 4096 else 2  # a program needs some work to be worth its start
+    grid = (triton.cdiv(len(weight), rows),)
+    _vector_product[grid](x, weight, out, *weight.shape, rows, INPUT_BLOCK, num_warps=4)
+    return out
+
+
+@triton.jit
+def _vector_product(
+    x,
+    weight,
+    out,
+    OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    live = row < OUTPUTS
+    lane = tl.arange(0, BLOCK)
+    source = weight + row.to(tl.int64)[:, None] * INPUTS + lane
+    total = tl.zeros((ROWS, BLOCK), tl.float32)
+    for start in range(0, INPUTS, BLOCK):
+        values = tl.load(source + start, live[:, None], 0.0).to(tl.float32)
+        total += values * tl.load(x + start + lane).to(tl.float32)
+    tl.store(out + row, tl.sum(total, 1).to(out.dtype.element_ty), live)
 
 
 def rope_store(
@@ -24,10 +58,11 @@ def rope_store(
     """Norms and rotates q and k, stores k and v at `kv_slots`; returns q [T, heads, head_dim].
 
     qkv [T, heads + 2 * kv_heads, head_dim] contiguous; qk_norm [heads + kv_heads, head_dim] or
-    None; rotary: `rotary_table`; positions, kv_slots int32 [T]; caches [.., kv_heads, head_dim].
+    None; rotary: `rotary_table`; positions, kv_slots int32 [T]; caches of one layer
+    [pages, kv_heads, page_size, head_dim].
     """
     tokens, all_heads, head_dim = qkv.shape
-    kv_heads = k_cache.shape[-2]
+    kv_heads, page_size = k_cache.shape[1:3]
     heads = all_heads - 2 * kv_heads
     q = qkv.new_empty(tokens, heads, head_dim)
     grid = (tokens, triton.cdiv(all_heads, HEADS_PER_PROGRAM))
@@ -44,6 +79,7 @@ def rope_store(
         heads,
         kv_heads,
         head_dim // 2,
+        page_size,
         qk_norm is not None,
         HEADS_PER_PROGRAM,
         num_warps=1,
@@ -65,6 +101,7 @@ def _rope_store(
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
+    PAGE: tl.constexpr,
     NORM: tl.constexpr,
     GROUP: tl.constexpr,
 ):
@@ -91,13 +128,14 @@ def _rope_store(
     query = q_out + (token.to(tl.int64) * HEADS + head)[:, None] * 2 * HALF + lane
     tl.store(query, turned_low.to(raw_low.dtype), is_q[:, None])
     tl.store(query + HALF, turned_high.to(raw_low.dtype), is_q[:, None])
-    place = tl.load(kv_slots + token).to(tl.int64) * KV_HEADS * 2 * HALF + lane
-    key = k_cache + place + (head - HEADS)[:, None] * 2 * HALF
+    slot = tl.load(kv_slots + token).to(tl.int64)
+    place = (slot // PAGE * KV_HEADS * PAGE + slot % PAGE) * 2 * HALF + lane
+    key = k_cache + place + (head - HEADS)[:, None] * PAGE * 2 * HALF
     is_k = rotated & (~is_q)[:, None]
     kv_type = k_cache.dtype.element_ty
     tl.store(key, turned_low.to(kv_type), is_k)
     tl.store(key + HALF, turned_high.to(kv_type), is_k)
-    value = v_cache + place + (head - HEADS - KV_HEADS)[:, None] * 2 * HALF
+    value = v_cache + place + (head - HEADS - KV_HEADS)[:, None] * PAGE * 2 * HALF
     tl.store(value, raw_low.to(tl.float32).to(kv_type), live & is_v[:, None])
     tl.store(value + HALF, raw_high.to(tl.float32).to(kv_type), live & is_v[:, None])
 
@@ -206,7 +244,7 @@ def _choose(
         # Rounding may leave the target beyond the block's last possible token.
         token = chosen * BLOCK + tl.minimum(passed, tl.max(tl.where(weights > 0, lane, 0), 0))
     else:
-        ids = tl.load(where + row * BLOCKS + block, real, VOCAB)
-        token = tl.min(tl.where(tops == highest, ids, VOCAB), 0)
+        firsts = tl.load(where + row * BLOCKS + block, real, VOCAB)
+        token = tl.min(tl.where(tops == highest, firsts, VOCAB), 0)
     tl.store(tokens + row, token)
     tl.store(last_token + tl.load(slots + row), token)

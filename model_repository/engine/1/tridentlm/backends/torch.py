@@ -39,6 +39,11 @@ class TorchOps:
         x = x + delta
         return x, self.rms_norm(x, weight, eps)
 
+    def linear(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        return F.linear(x, weight, bias)
+
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         gate, up = gate_up.chunk(2, -1)
         return F.silu(gate).mul_(up)

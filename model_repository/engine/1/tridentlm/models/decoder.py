@@ -31,15 +31,22 @@ class Decoder:
             _Layer(config, weights, index, self._ops) for index in range(config.num_layers)
         ]
         self._norm = weights.pop("norm")
-        self._head = Linear(self._embedding if config.tied_head else weights.pop("head"))
+        head = self._embedding if config.tied_head else weights.pop("head")
+        self._head = Linear(head, None, self._ops.linear)
 
-    def forward(self, token_ids: torch.Tensor, attention: StepAttention) -> torch.Tensor:
-        """token_ids: integers [T]. Returns the last layer's output [T, hidden_size]."""
+    def forward(
+        self, token_ids: torch.Tensor, attention: StepAttention, rows: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The last layer's output for `rows` [S] of the tokens (None: all), [S, hidden_size].
+
+        token_ids: integers [T]. The last layer leaves out what the other tokens do not need.
+        """
         x = F.embedding(token_ids, self._embedding)
         delta: torch.Tensor | None = None
-        for layer in self._layers:
+        for layer in self._layers[:-1]:
             x, delta = layer.forward(x, delta, attention)
-        return x if delta is None else x + delta
+        x, delta = self._layers[-1].forward(x, delta, attention, rows)
+        return x + delta
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Final norm and head for the rows that sample: [S, hidden_size] -> [S, vocab_size]."""
@@ -52,7 +59,7 @@ class _Layer:
     def __init__(self, config: ModelConfig, weights: Weights, index: int, ops: Ops) -> None:
         def linear(name: str) -> Linear:
             bias = weights.pop(f"layers.{index}.{name}.bias", None)
-            return Linear(weights.pop(f"layers.{index}.{name}.weight"), bias)
+            return Linear(weights.pop(f"layers.{index}.{name}.weight"), bias, ops.linear)
 
         self._index, self._ops = index, ops
         self._eps = config.rms_norm_eps
@@ -69,14 +76,21 @@ class _Layer:
         self._gate_up, self._down = linear("gate_up"), linear("down")
 
     def forward(
-        self, x: torch.Tensor, delta: torch.Tensor | None, attention: StepAttention
+        self,
+        x: torch.Tensor,
+        delta: torch.Tensor | None,
+        attention: StepAttention,
+        rows: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The input is x + delta, the output the sum of what is returned."""
+        """The input is x + delta, the output the sum of what is returned, for `rows` alone."""
         if delta is None:
             normed = self._ops.rms_norm(x, self._attention_norm, self._eps)
         else:
             x, normed = self._ops.add_rms_norm(x, delta, self._attention_norm, self._eps)
         qkv = self._qkv(normed).view(len(x), self._all_heads, self._head_dim)
-        delta = self._output(attention.attend(self._index, qkv, self._qk_norm))
+        attended = attention.attend(self._index, qkv, self._qk_norm)
+        if rows is not None:
+            x, attended = x.index_select(0, rows), attended.index_select(0, rows)
+        delta = self._output(attended)
         x, normed = self._ops.add_rms_norm(x, delta, self._mlp_norm, self._eps)
         return x, self._down(self._ops.silu_mul(self._gate_up(normed)))
