@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
 import httpx
 import openai
+import pydantic
 import pytest
 from tridentlm_client import Delta
 
-from tests.proxy.fakes import MODEL, FakeSession, FakeText, Reply, ended, running_proxy
+from tests.proxy.fakes import MODEL, FakeSession, FakeText, Proxy, Reply, ended, running_proxy
 
 CHAT = "/v1/chat/completions"
 USER = [{"role": "user", "content": "Weather in Paris?"}]
@@ -103,6 +105,35 @@ def test_the_streaming_helper_builds_the_call(client: openai.OpenAI, hermes: Fak
     assert call.function.arguments == '{"city": "Paris"}'
     assert final.choices[0].message.content in (None, "")
     assert final.usage.completion_tokens == len(CALL)
+
+
+class GetWeather(pydantic.BaseModel):
+    city: str
+
+
+def test_the_parsing_helper_gives_typed_arguments(
+    client: openai.OpenAI, hermes: FakeSession
+) -> None:
+    says(hermes, CALL)
+    tool = openai.pydantic_function_tool(GetWeather, name="get_weather")
+    answer = client.chat.completions.parse(model="hermes", messages=USER, tools=[tool])
+    [call] = answer.choices[0].message.tool_calls
+    assert call.function.parsed_arguments == GetWeather(city="Paris")
+
+
+def test_the_async_client_streams_calls(proxy: Proxy, hermes: FakeSession) -> None:
+    says(hermes, *CALL)
+
+    async def run() -> str:
+        async with openai.AsyncOpenAI(base_url=f"{proxy.url}/v1", api_key="x") as client:
+            stream = await client.chat.completions.create(
+                model="hermes", messages=USER, tools=[TOOL], stream=True
+            )
+            chunks = [chunk async for chunk in stream]
+            calls = [c for chunk in chunks for c in chunk.choices[0].delta.tool_calls or []]
+            return "".join(call.function.arguments for call in calls)
+
+    assert asyncio.run(run()) == '{"city": "Paris"}'
 
 
 def test_the_conversation_goes_on_with_the_tools_result(
