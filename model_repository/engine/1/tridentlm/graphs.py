@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 def batch_sizes(largest: int) -> list[int]:
     """The sizes that get a graph: close together where a padding row costs most."""
-    sizes = [1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(288, 1025, 32)]
+    sizes = [1, 2, 4, *range(8, 257, 8), *range(288, largest + 1, 32)]
     return [size for size in sizes if size < largest] + [largest] if largest else []
 
 
