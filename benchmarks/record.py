@@ -58,7 +58,7 @@ def write(name: str, result: dict[str, Any]) -> Path:
         "commit": commit(),
         "hardware": hardware(),
         "versions": versions(),
-        "command": "python -m " + " ".join([sys.argv[0].rsplit("/", 1)[-1], *sys.argv[1:]]),
+        "command": " ".join(["python -m", f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]]),
     }
     path.write_text(json.dumps(record, indent=1) + "\n")
     return path
