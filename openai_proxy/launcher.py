@@ -156,8 +156,8 @@ class Launcher:
         """Ends a child in good order, by force at `until` or on the second signal.
 
         A Triton whose stubs have all ended has nothing left to do; it can still wait, for requests
-        that a killed stub never answered. One whose engine holds no request can wait too: before
-        2.59 a gRPC call cancelled just as its last response went out is counted for ever.
+        that a killed stub never answered. One whose engine holds no request can wait too: Triton
+        2.51 counts a gRPC call cancelled just as its last response went out for ever.
         """
         family.observe()
         family.terminate()
