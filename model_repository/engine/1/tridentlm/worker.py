@@ -188,14 +188,15 @@ def main() -> int:
     parser.add_argument("--ancestors", nargs=2, type=int, required=True, metavar="PID")
     options = parser.parse_args()
     sockets = [Path(e.removeprefix("ipc://")) for e in (options.endpoint_in, options.endpoint_out)]
-    watcher = threading.Thread(target=watch_ancestors, args=(*options.ancestors, sockets))
-    watcher.daemon = True
-    watcher.start()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     inbox, outbox = (
         receiver(context, options.endpoint_in),
         sender(context, options.endpoint_out),
     )
+    # After the inbox is bound: an orphan's socket files must not appear after their removal.
+    watcher = threading.Thread(target=watch_ancestors, args=(*options.ancestors, sockets))
+    watcher.daemon = True
+    watcher.start()
     code = Worker(inbox, outbox).run(EngineSettings(**orjson.loads(options.settings)))
     context.destroy(linger=LINGER_MS)
     return code
