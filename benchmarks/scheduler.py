@@ -64,8 +64,8 @@ def step_ms(running: int, waiting: int, cached_pages: int) -> dict[str, float]:
     return {"p50_ms": round(float(p50), 4), "p99_ms": round(float(p99), 4)}
 
 
-def match_ms(tokens: int, node: int) -> float:
-    """A lookup of a prompt that lies in the tree in nodes of `node` tokens."""
+def match_ms(tokens: int, node: int) -> dict[str, float]:
+    """A prompt that lies in the tree in nodes of `node` tokens: found, and locked and unlocked."""
     rng, cache = np.random.default_rng(0), RadixCache(PAGE)
     prompt = random_prompt(rng, tokens)
     cache.insert(prompt, np.arange(tokens // PAGE, dtype=np.int32), 0)
@@ -74,9 +74,14 @@ def match_ms(tokens: int, node: int) -> float:
     times = []
     for _ in range(20):
         start = time.thread_time()
-        cache.match_prefix(prompt)
-        times.append((time.thread_time() - start) * 1e3)
-    return round(float(np.median(times)), 4)
+        match = cache.match_prefix(prompt)
+        found = time.thread_time()
+        cache.lock(match.handle)
+        cache.unlock(match.handle)
+        times.append([found - start, time.thread_time() - found])
+    assert match.length == tokens
+    match_s, lock_s = np.median(times, axis=0).tolist()
+    return {"match_ms": round(match_s * 1e3, 4), "lock_unlock_ms": round(lock_s * 1e3, 4)}
 
 
 def main() -> None:
@@ -90,9 +95,9 @@ def main() -> None:
         )
     ]
     matches = [
-        {"tokens": tokens, "node_tokens": node, "ms": match_ms(tokens, node)}
-        for tokens in (1_000 * 16, 100_000, 400_000)
-        for node in (16, 2_000)
+        {"tokens": tokens, "node_tokens": node, **match_ms(tokens, node)}
+        for tokens in (16_000, 48_000, 100_000, 200_000, 400_000)
+        for node in (16, 256, 2_000)
     ]
     for row in (*steps, *matches):
         print(json.dumps(row))

@@ -6,8 +6,9 @@
      |   `- [ids of 9 pages]                    locks 1
      `- [ids of 3 pages]                        locks 0, a leaf: may be evicted
 
-The idea of a radix tree over KV pages is SGLang's (Zheng et al. 2024, RadixAttention). Children are
-found by the bytes of their first page and compared as arrays, so nothing is hashed token by token.
+The idea of a radix tree over KV pages is SGLang's (Zheng et al. 2024, RadixAttention). Ids are kept
+as bytes: a child is found by its first page, its other pages are one comparison, and only where a
+lookup leaves the tree inside a node is the place searched for.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from tridentlm.core.plan import I32
 
 
 class Node:
-    """`key`: int32[pages * page_size], the tokens between the parent's end and this node's."""
+    """`key`: the tokens between the parent's end and this node's, int32 as bytes."""
 
     __slots__ = ("children", "key", "locks", "pages", "parent", "salt", "used")
 
-    def __init__(self, key: I32, pages: I32, parent: Node | None, salt: str, used: int) -> None:
+    def __init__(self, key: bytes, pages: I32, parent: Node | None, salt: str, used: int) -> None:
         self.key = key
         self.pages = pages
         self.parent = parent
@@ -52,20 +53,21 @@ class RadixCache:
     def __init__(self, page_size: int) -> None:
         self.page_size = page_size
         self.evictable = 0
+        self._unit = page_size * NO_PAGES.itemsize  # bytes of one page of ids
         self._roots: dict[str, Node] = {}
         self._num_nodes = 0
         self._clock = itertools.count()
         self._leaves: list[tuple[int, int, Node]] = []  # used, tie-break, node
 
     def match_prefix(self, ids: I32, salt: str = "") -> Match:
-        node, length, inside = self._find(ids, self._root(salt))
-        if inside < len(node.key):
+        node, held, inside = self._find(ids.tobytes(), self._root(salt))
+        if inside < len(node.pages):
             node = self._split(node, inside)
-        return Match(_path_pages(node), length, node)
+        return Match(_path_pages(node), held * self.page_size, node)
 
     def match_length(self, ids: I32, salt: str = "") -> int:
         root = self._roots.get(salt)
-        return 0 if root is None else self._find(ids, root)[1]
+        return 0 if root is None else self._find(ids.tobytes(), root)[1] * self.page_size
 
     def lock(self, handle: Node) -> None:
         for node in _path(handle):
@@ -88,21 +90,21 @@ class RadixCache:
 
     def insert(self, ids: I32, pages: I32, shared: int, salt: str = "") -> Match:
         count = len(ids) // self.page_size
-        ids = ids[: count * self.page_size]
-        node, length, inside = self._find(ids, self._root(salt))
-        if inside < len(node.key):
+        key = ids[: count * self.page_size].tobytes()
+        node, held, inside = self._find(key, self._root(salt))
+        if inside < len(node.pages):
             node = self._split(node, inside)
-        if length < len(ids):
-            held = length // self.page_size
+        if held < count:
             assert held >= shared, "a locked prefix is missing"
-            # Copies: the caller's arrays are rows of a table that others will fill.
-            node = Node(ids[length:].copy(), pages[held:count].copy(), node, salt, node.used)
+            # A copy: the caller's array is a row of a table that others will fill.
+            tail = pages[held:count].copy()
+            node = Node(key[held * self._unit :], tail, node, salt, node.used)
             self._attach(node)
             self._num_nodes += 1
             self.evictable += count - held
             node.used = next(self._clock)
             self._offer(node)
-        return Match(_path_pages(node), len(ids), node)
+        return Match(_path_pages(node), count * self.page_size, node)
 
     def evict_until(self, pages: int) -> I32:
         gone: list[I32] = []
@@ -130,7 +132,7 @@ class RadixCache:
         offered = {(node, used) for used, _, node in self._leaves}
         for node in nodes:
             assert node.locks == locks.pop(node, 0), "locks differ from handles"
-            assert len(node.key) == len(node.pages) * self.page_size
+            assert len(node.key) == len(node.pages) * self._unit
             assert not node.is_leaf or (node, node.used) in offered, "a leaf that nobody evicts"
             for first, child in node.children.items():
                 assert child.parent is node
@@ -144,36 +146,39 @@ class RadixCache:
     def _root(self, salt: str) -> Node:
         root = self._roots.get(salt)
         if root is None:
-            root = self._roots[salt] = Node(NO_PAGES, NO_PAGES, None, salt, 0)
+            root = self._roots[salt] = Node(b"", NO_PAGES, None, salt, 0)
         return root
 
-    def _find(self, ids: I32, root: Node) -> tuple[Node, int, int]:
-        """The last node that `ids` reach, tokens matched in all, and of these in that node."""
-        node, length, inside, size = root, 0, 0, self.page_size
-        while inside == len(node.key):
-            child = node.children.get(ids[length : length + size].tobytes())
+    def _find(self, ids: bytes, root: Node) -> tuple[Node, int, int]:
+        """The last node that `ids` reach, pages matched in all, and of these in that node."""
+        node, end, unit = root, 0, self._unit
+        while True:
+            child = node.children.get(ids[end : end + unit])
             if child is None:
-                break
+                return node, end // unit, len(node.pages)
             node = child
-            inside = self._common(node.key, ids[length:])
-            length += inside
-        return node, length, inside
+            if not ids.startswith(node.key, end):
+                inside = self._common(node.key, ids[end : end + len(node.key)])
+                return node, end // unit + inside, inside
+            end += len(node.key)
 
-    def _common(self, key: I32, ids: I32) -> int:
-        count = min(len(key), len(ids))
-        differs = key[:count] != ids[:count]
-        first = int(differs.argmax())
-        if not differs[first]:
-            first = count
-        return first - first % self.page_size
+    def _common(self, key: bytes, ids: bytes) -> int:
+        """Whole pages that two different keys begin with alike."""
+        count = min(len(key), len(ids)) // self._unit
+        ours, theirs = (
+            np.frombuffer(x, np.int32, count * self.page_size).reshape(count, -1)
+            for x in (key, ids)
+        )
+        differs = (ours != theirs).any(axis=1)
+        return int(differs.argmax()) if differs.any() else count
 
-    def _split(self, node: Node, tokens: int) -> Node:
-        """Cuts a node in two after `tokens`; returns the upper, which handles below lock too."""
-        cut = tokens // self.page_size
-        upper = Node(node.key[:tokens], node.pages[:cut], node.parent, node.salt, node.used)
+    def _split(self, node: Node, pages: int) -> Node:
+        """Cuts a node in two after `pages`; returns the upper, which handles below lock too."""
+        cut = pages * self._unit
+        upper = Node(node.key[:cut], node.pages[:pages], node.parent, node.salt, node.used)
         upper.locks = node.locks
         self._attach(upper)
-        node.key, node.pages, node.parent = node.key[tokens:], node.pages[cut:], upper
+        node.key, node.pages, node.parent = node.key[cut:], node.pages[pages:], upper
         self._attach(node)
         self._num_nodes += 1
         return upper
@@ -183,7 +188,7 @@ class RadixCache:
         parent = node.parent
         assert parent is not None
         if pages:
-            node.key, node.pages = node.key[: pages * self.page_size], node.pages[:pages]
+            node.key, node.pages = node.key[: pages * self._unit], node.pages[:pages]
             self._offer(node)
             return
         del parent.children[self._first_page(node)]
@@ -197,8 +202,7 @@ class RadixCache:
         node.parent.children[self._first_page(node)] = node
 
     def _first_page(self, node: Node) -> bytes:
-        first: I32 = node.key[: self.page_size]
-        return first.tobytes()
+        return node.key[: self._unit]
 
     def _offer(self, node: Node) -> None:
         """Notes that a node may be a leaf now. Old notes go when they are the larger part."""
