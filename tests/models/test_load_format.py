@@ -47,7 +47,7 @@ def test_dummy_weights_have_the_layout_of_real_ones_and_are_finite(bare: ModelFi
     config = ModelConfig.from_folder(bare.path)
     tensors = dict(weights.dummy(config, torch.bfloat16, CPU))
     assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == {
-        name: shape for parts in weights.layout(config).values() for name, shape in parts
+        part.name: part.shape for parts in weights.layout(config).values() for part in parts
     }
     assert all(tensor.isfinite().all() for tensor in tensors.values())
     assert tensors["model.norm.weight"].eq(1).all()

@@ -5,29 +5,43 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from tridentlm.errors import InvalidRequest, ModelNotFound
 from tridentlm.models.config import ModelConfig, Shape
+from tridentlm.models.shard import Shard, Split
 
-Part = tuple[str, Shape]
-"""A tensor's name in the Hugging Face layout and the shape it must have."""
+WHOLE = Shard()
+
+
+class Part(NamedTuple):
+    """A tensor's name in the Hugging Face layout, the whole shape that it must have there, and how
+    ranks share it (None: each holds all of it)."""
+
+    name: str
+    shape: Shape
+    split: Split | None = None
 
 
 def layout(config: ModelConfig) -> dict[str, list[Part]]:
-    """Each weight of the decoder and the tensors that it is stacked from, along dimension 0."""
+    """Each weight of the decoder and the tensors that it is stacked from, along dimension 0.
+
+    `config` is the whole model's. A rank stacks its shares of the parts.
+    """
     hidden, vocab = config.hidden_size, config.vocab_size
+    rows = Split(0, vocab)
     weights: dict[str, list[Part]] = {
-        "embedding": [("model.embed_tokens.weight", (vocab, hidden))],
-        "norm": [("model.norm.weight", (hidden,))],
+        "embedding": [Part("model.embed_tokens.weight", (vocab, hidden), rows)],
+        "norm": [Part("model.norm.weight", (hidden,))],
     }
     if not config.tied_head:
-        weights["head"] = [("lm_head.weight", (vocab, hidden))]
+        weights["head"] = [Part("lm_head.weight", (vocab, hidden), rows)]
     for index in range(config.num_layers):
         for name, parts in _layer_layout(config).items():
-            prefixed = [(f"model.layers.{index}.{part}", shape) for part, shape in parts]
+            prefixed = [part._replace(name=f"model.layers.{index}.{part.name}") for part in parts]
             weights[f"layers.{index}.{name}"] = prefixed
     return weights
 
@@ -35,21 +49,27 @@ def layout(config: ModelConfig) -> dict[str, list[Part]]:
 def _layer_layout(config: ModelConfig) -> dict[str, list[Part]]:
     hidden, inner, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
     queries, keys = config.num_heads * head_dim, config.num_kv_heads * head_dim
-    qkv = (("q", queries), ("k", keys), ("v", keys))
+    heads, kv_heads = Split(0, config.num_heads), Split(0, config.num_kv_heads)
+    qkv = (("q", queries, heads), ("k", keys, kv_heads), ("v", keys, kv_heads))
     layer: dict[str, list[Part]] = {
-        "attention_norm": [("input_layernorm.weight", (hidden,))],
-        "mlp_norm": [("post_attention_layernorm.weight", (hidden,))],
-        "qkv.weight": [(f"self_attn.{n}_proj.weight", (rows, hidden)) for n, rows in qkv],
-        "output.weight": [("self_attn.o_proj.weight", (hidden, queries))],
-        "gate_up.weight": [(f"mlp.{n}_proj.weight", (inner, hidden)) for n in ("gate", "up")],
-        "down.weight": [("mlp.down_proj.weight", (hidden, inner))],
+        "attention_norm": [Part("input_layernorm.weight", (hidden,))],
+        "mlp_norm": [Part("post_attention_layernorm.weight", (hidden,))],
+        "qkv.weight": [Part(f"self_attn.{n}_proj.weight", (r, hidden), s) for n, r, s in qkv],
+        "output.weight": [
+            Part("self_attn.o_proj.weight", (hidden, queries), Split(1, config.num_heads))
+        ],
+        "gate_up.weight": [
+            Part(f"mlp.{n}_proj.weight", (inner, hidden), Split(0, inner)) for n in ("gate", "up")
+        ],
+        "down.weight": [Part("mlp.down_proj.weight", (hidden, inner), Split(1, inner))],
     }
     if config.family.qk_norm:
-        layer |= {f"{n}_norm": [(f"self_attn.{n}_norm.weight", (head_dim,))] for n in "qk"}
+        layer |= {f"{n}_norm": [Part(f"self_attn.{n}_norm.weight", (head_dim,))] for n in "qk"}
     if config.qkv_bias:
-        layer["qkv.bias"] = [(f"self_attn.{n}_proj.bias", (rows,)) for n, rows in qkv]
+        layer["qkv.bias"] = [Part(f"self_attn.{n}_proj.bias", (r,), s) for n, r, s in qkv]
     if config.output_bias:
-        layer["output.bias"] = [("self_attn.o_proj.bias", (hidden,))]
+        # Added to a sum over ranks, by the first alone.
+        layer["output.bias"] = [Part("self_attn.o_proj.bias", (hidden,))]
     return layer
 
 
@@ -58,13 +78,14 @@ def merge(
     tensors: Iterable[tuple[str, torch.Tensor]],
     dtype: torch.dtype,
     device: torch.device,
+    shard: Shard = WHOLE,
 ) -> dict[str, torch.Tensor]:
-    """Streams `tensors` to `device` and stacks them into the weights of `layout`.
+    """Streams `shard`'s part of `tensors` to `device`, stacked into the weights of `layout`.
 
     Raises InvalidRequest naming the first missing, unknown or misshapen tensor.
     """
     wanted = layout(config)
-    owners = {name: (key, shape) for key, parts in wanted.items() for name, shape in parts}
+    owners = {part.name: (key, part) for key, parts in wanted.items() for part in parts}
     waiting: dict[str, dict[str, torch.Tensor]] = {}
     merged: dict[str, torch.Tensor] = {}
     for name, tensor in tensors:
@@ -72,18 +93,18 @@ def merge(
             if _is_redundant(name):
                 continue
             raise InvalidRequest(f"The model holds an unknown tensor {name!r}.", param="model")
-        key, shape = owners.pop(name)
-        if tuple(tensor.shape) != shape:
+        key, part = owners.pop(name)
+        if tuple(tensor.shape) != part.shape:
             raise InvalidRequest(
                 f"Tensor {name!r} has shape {tuple(tensor.shape)}; the model's configuration "
-                f"makes it {shape}.",
+                f"makes it {part.shape}.",
                 param="model",
             )
         parts = waiting.setdefault(key, {})
-        parts[name] = tensor.to(device=device, dtype=dtype)
+        parts[name] = shard.take(tensor, part.shape, part.split).to(device=device, dtype=dtype)
         if len(parts) == len(wanted[key]):
             del waiting[key]
-            stack = [parts[part] for part, _ in wanted[key]]
+            stack = [parts[part.name] for part in wanted[key]]
             merged[key] = stack[0] if len(stack) == 1 else torch.cat(stack)
     if owners:
         raise InvalidRequest(
@@ -102,7 +123,7 @@ def dummy(
     """
     generator = torch.Generator(device).manual_seed(0)
     for parts in layout(config).values():
-        for name, shape in parts:
+        for name, shape, _ in parts:
             tensor = torch.empty(shape, dtype=dtype, device=device)
             if len(shape) == 2:
                 yield name, tensor.normal_(0, 0.02, generator=generator)
