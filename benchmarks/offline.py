@@ -150,23 +150,35 @@ def profile(engine: Engine, clock: Clock, job: Job, path: Path) -> None:
     profiler.export_chrome_trace(str(path))
 
 
-def main() -> None:
+def engine_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", required=True)
     parser.add_argument("--load-format", default="auto")
-    parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--name", default="", help="of the result's file; default: by the model")
-    parser.add_argument("--profile", type=Path, help="writes a trace of one more run")
-    parser.add_argument("settings", nargs="*", help="name=value")
-    arguments = parser.parse_args()
+    parser.add_argument("settings", nargs="*", help="any setting of the engine: name=value")
+    return parser
+
+
+def engine_settings(
+    parser: argparse.ArgumentParser, arguments: argparse.Namespace
+) -> EngineSettings:
+    """The settings that the command line of an `engine_parser` asks for."""
     environ = {"MODEL": arguments.model, "LOAD_FORMAT": arguments.load_format}
     environ |= dict(setting.upper().split("=", 1) for setting in arguments.settings)
     unknown = environ.keys() - {field.name.upper() for field in fields(EngineSettings)}
     if unknown:
         parser.error(f"unknown setting: {', '.join(unknown).lower()}")
-    settings = resolve_settings(
+    return resolve_settings(
         {}, {PREFIX + k: v.lower() if k != "MODEL" else v for k, v in environ.items()}
     )
+
+
+def main() -> None:
+    parser = engine_parser()
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--name", default="", help="of the result's file; default: by the model")
+    parser.add_argument("--profile", type=Path, help="writes a trace of one more run")
+    arguments = parser.parse_args()
+    settings = engine_settings(parser, arguments)
     started = time.perf_counter()
     runner, model = build_runner(settings)
     load_seconds = time.perf_counter() - started
@@ -185,7 +197,7 @@ def main() -> None:
         "load_format": settings.load_format,
         "dtype": runner.dtype,
         "kv_dtype": runner.dtype if settings.kv_dtype == "auto" else settings.kv_dtype,
-        "gpu": _gpu(runner.device),
+        "gpu": gpu_name(runner.device),
         "tok_s": median,
         "floor_tok_s": round(TOKENS_OUT / floor),
         "share_of_floor": round(median * floor / TOKENS_OUT, 3),
@@ -202,7 +214,7 @@ def main() -> None:
         profile(engine, clock, job, arguments.profile)
 
 
-def _gpu(device: str) -> str:
+def gpu_name(device: str) -> str:
     if device != "cuda":
         return "none"
     import torch

@@ -1,4 +1,4 @@
-"""A load generator for streaming chat completions: n streams started at once.
+"""A load generator for streaming completions: n streams started at once.
 
 Raw sockets and no HTTP library: on a small machine the generator competes with what it measures.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -40,6 +41,7 @@ class _Run:
     host: str
     port: int
     head: str
+    mark: bytes
     gaps: list[float] = field(default_factory=list)
     first: list[float] = field(default_factory=list)
     tokens: int = 0
@@ -62,7 +64,7 @@ class _Run:
         last, tail = 0.0, b""
         while data := await reader.read(65536):
             now = time.perf_counter()
-            if data.count(b'"content":"') > data.count(b'"content":""'):
+            if data.count(self.mark) > data.count(self.mark + b'"'):
                 if last:
                     self.gaps.append(now - last)
                 else:
@@ -85,20 +87,31 @@ async def run_load(
     url: str, streams: int, max_tokens: int, *, prompt: str = "Count on.", api_key: str = ""
 ) -> LoadResult:
     """Streams `max_tokens` tokens to each of `streams` clients of the server at `url`."""
+    bodies = [_chat(f"Stream number {i}. {prompt}", max_tokens, i) for i in range(streams)]
+    return await load_with(url, bodies, api_key=api_key)
+
+
+async def load_with(
+    url: str, bodies: Sequence[Mapping[str, Any]], *, chat: bool = True, api_key: str = ""
+) -> LoadResult:
+    """Sends each body at the same moment, to chat or else text completions, as a stream."""
     where = urlsplit(url)
+    path = "/v1/chat/completions" if chat else "/v1/completions"
     head = (
-        f"POST {where.path.rstrip('/')}/v1/chat/completions HTTP/1.1\r\nhost: {where.netloc}\r\n"
+        f"POST {where.path.rstrip('/')}{path} HTTP/1.1\r\nhost: {where.netloc}\r\n"
         "connection: close\r\ncontent-type: application/json\r\n"
     )
     if api_key:
         head += f"authorization: Bearer {api_key}\r\n"
-    run = _Run(where.hostname or "127.0.0.1", where.port or 80, head)
+    mark = b'"content":"' if chat else b'"text":"'
+    run = _Run(where.hostname or "127.0.0.1", where.port or 80, head, mark)
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    packed = [json.dumps({**body, **options}).encode() for body in bodies]
     start = time.perf_counter() + START_DELAY
-    bodies = [_body(f"Stream number {i}. {prompt}", max_tokens, i) for i in range(streams)]
-    await asyncio.gather(*(run.stream(body, start) for body in bodies))
+    await asyncio.gather(*(run.stream(body, start) for body in packed))
     seconds = time.perf_counter() - start
     return LoadResult(
-        streams=streams,
+        streams=len(bodies),
         tokens=run.tokens,
         seconds=round(seconds, 4),
         tok_s=round(run.tokens / seconds, 1),
@@ -110,17 +123,13 @@ async def run_load(
     )
 
 
-def _body(prompt: str, max_tokens: int, seed: int) -> bytes:
-    return json.dumps(
-        {
-            "messages": [{"role": "user", "content": prompt}],
-            "max_tokens": max_tokens,
-            "seed": seed,
-            "ignore_eos": True,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
-    ).encode()
+def _chat(prompt: str, max_tokens: int, seed: int) -> dict[str, Any]:
+    return {
+        "messages": [{"role": "user", "content": prompt}],
+        "max_tokens": max_tokens,
+        "seed": seed,
+        "ignore_eos": True,
+    }
 
 
 def _percentile(seconds: list[float], percent: int) -> float:
