@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 from tridentlm.errors import InvalidRequest, ModelNotFound
-from tridentlm.models.config import FAMILIES, ModelConfig
+from tridentlm.models.config import ModelConfig
+from tridentlm.models.families import FAMILIES
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -34,7 +35,7 @@ SHAPES = {"token_embd.weight": (100, 32)}
 def test_fields_that_config_json_leaves_out_have_the_architecture_s_defaults() -> None:
     config = ModelConfig.from_hf(LLAMA)
     assert (config.num_kv_heads, config.head_dim) == (4, 8)
-    assert (config.rope_theta, config.rope_factors) == (10000.0, None)
+    assert (config.rope.theta, config.rope.factors) == (10000.0, None)
     assert config.eos_token_ids == frozenset()
     assert not config.tied_head
 
@@ -48,7 +49,7 @@ def test_fields_that_config_json_leaves_out_have_the_architecture_s_defaults() -
     ],
 )
 def test_rope_is_read_in_the_spelling_of_transformers_4_and_5(spelling: dict[str, Any]) -> None:
-    assert ModelConfig.from_hf(LLAMA | spelling).rope_theta == 5e5
+    assert ModelConfig.from_hf(LLAMA | spelling).rope.theta == 5e5
 
 
 def test_llama3_scaling_keeps_fast_frequencies_and_divides_slow_ones() -> None:
@@ -59,7 +60,7 @@ def test_llama3_scaling_keeps_fast_frequencies_and_divides_slow_ones() -> None:
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 128,
     }
-    factors = ModelConfig.from_hf(LLAMA | {"rope_scaling": rope}).rope_factors
+    factors = ModelConfig.from_hf(LLAMA | {"rope_scaling": rope}).rope.factors
     assert factors is not None
     assert (factors[0], factors[-1]) == (1.0, 8.0)
     assert list(factors) == sorted(factors)
@@ -68,7 +69,7 @@ def test_llama3_scaling_keeps_fast_frequencies_and_divides_slow_ones() -> None:
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, "longrope"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial"),
         ({"hidden_act": "gelu"}, "gelu"),
         ({"mlp_bias": True}, "mlp_bias"),
@@ -113,14 +114,14 @@ def test_gguf_metadata_and_tensor_names_make_the_same_config() -> None:
     untied = SHAPES | {"output.weight": (100, 32), "blk.0.attn_q.bias": (64,)}
     config = ModelConfig.from_gguf(GGUF, untied, (1.0,) * 8)
     assert (config.tied_head, config.qkv_bias, config.output_bias) == (False, True, False)
-    assert config.rope_factors == (1.0,) * 8
+    assert config.rope.factors == (1.0,) * 8
 
 
 @pytest.mark.parametrize(
     ("change", "named"),
     [
         ({"general.architecture": "mamba"}, "mamba"),
-        ({"qwen3.rope.scaling.type": "yarn"}, "yarn"),
+        ({"qwen3.rope.scaling.type": "longrope"}, "longrope"),
         ({"qwen3.rope.dimension_count": 8}, "partial"),
         ({"qwen3.block_count": 0}, "block_count"),
     ],

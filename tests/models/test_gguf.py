@@ -105,7 +105,7 @@ def test_rope_factors_of_a_gguf_file_scale_as_config_json_does(tmp_path: Path) -
     scaled = reference(make_tiny_model("llama", tmp_path, rope_parameters=rope))
     path = write_gguf(scaled, tmp_path / "scaled.gguf")
     plain = load(path).logits(Chunk(0, PROMPT))
-    factors = scaled.engine().decoder.config.rope_factors
+    factors = scaled.engine().decoder.config.rope.factors
     rewritten = tmp_path / "rope.gguf"
     reader, writer = gguf.GGUFReader(path), gguf.GGUFWriter(rewritten, "llama")
     for name, field in reader.fields.items():

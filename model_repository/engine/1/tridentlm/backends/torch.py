@@ -92,7 +92,8 @@ class TorchStep:
         self._page_size = cache.page_size
         self._kv_slots = self._to_device(plan.kv_slots)
         angles = self._to_device(plan.positions)[:, None].float() * frequencies
-        cos, sin = angles.cos(), angles.sin()
+        magnitude = self._config.rope.magnitude
+        cos, sin = angles.cos() * magnitude, angles.sin() * magnitude
         # The first half of a head is rotated by -sin, the second by +sin. [T, 1, head_dim] each.
         self._cos = torch.cat((cos, cos), -1).to(self._dtype)[:, None]
         self._signed_sin = torch.cat((-sin, sin), -1).to(self._dtype)[:, None]

@@ -3,44 +3,71 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from tridentlm.errors import InvalidRequest, ModelNotFound
+from tridentlm.models.families import Family, family_of, gguf_family
+from tridentlm.models.rope import Rope
 
 Shape = tuple[int, ...]
 
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu",),
+    "mlp_bias": (False,),
+    "quantization_config": (),
+    "attn_logit_softcapping": (),
+    "final_logit_softcapping": (),
+    "query_pre_attn_scalar": (),
+    "attention_multiplier": (),
+    "embedding_multiplier": (1.0,),
+    "residual_multiplier": (1.0,),
+    "logits_scaling": (1.0,),
+    "logit_scale": (1.0,),
+    "attention_chunk_size": (),
+    "no_rope_layers": ([],),
+    "no_rope_layer_interval": (),
+    "clip_qkv": (),
+    "use_qk_norm": (False,),
+    "n_shared_experts": (0,),
+    "num_shared_experts": (0,),
+    "shared_expert_intermediate_size": (0,),
+    "n_group": (0, 1),
+    "scoring_func": ("softmax",),
+    "routed_scaling_factor": (1.0,),
+}
+"""Fields of config.json that change what a model computes, and their values that do not. Another
+value is refused. Absent and null are always neutral."""
+
 
 @dataclass(frozen=True, slots=True)
-class Family:
-    """How one architecture differs from the plain decoder. A new family is a row of `FAMILIES`.
+class Experts:
+    """The mixture of experts in `layers`: `per_token` of `count` experts of inner size `size`.
 
-    `attention_bias` "config": what config.json's `attention_bias` says. `gguf_permuted`: GGUF files
-    store the rows of q and k in the order of interleaved rotary pairs.
+    `normalized`: the chosen experts' weights add up to 1.
     """
 
-    architecture: str
-    gguf_architecture: str
-    qk_norm: bool = False
-    attention_bias: Literal["config", "qkv", "none"] = "none"
-    gguf_permuted: bool = False
+    count: int
+    per_token: int
+    size: int
+    normalized: bool
+    layers: frozenset[int]
 
-
-FAMILIES = (
-    Family("LlamaForCausalLM", "llama", attention_bias="config", gguf_permuted=True),
-    Family("Qwen3ForCausalLM", "qwen3", qk_norm=True, attention_bias="config"),
-)
+    def __post_init__(self) -> None:
+        if self.per_token > self.count:
+            raise InvalidRequest(
+                f"{self.per_token} of {self.count} experts cannot be chosen.", param="model"
+            )
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Sizes and switches of one dense decoder.
+    """Sizes and switches of one decoder.
 
-    `rope_factors`: what each of the head_dim / 2 rotary frequencies is divided by, or None.
-    `eos_token_ids` are the config's own.
+    `window`: tokens that the layers `windowed_layers` attend to, the token itself included.
+    `is_wrapped`: the decoder is one part of a larger model. `eos_token_ids` are the config's own.
     """
 
     family: Family
@@ -52,12 +79,15 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     rms_norm_eps: float
-    rope_theta: float
-    rope_factors: tuple[float, ...] | None
+    rope: Rope
     max_position_embeddings: int
     tied_head: bool
     qkv_bias: bool
     output_bias: bool
+    window: int
+    windowed_layers: frozenset[int]
+    experts: Experts | None
+    is_wrapped: bool
     eos_token_ids: frozenset[int]
 
     def __post_init__(self) -> None:
@@ -83,31 +113,44 @@ class ModelConfig:
 
     @classmethod
     def from_hf(cls, values: Mapping[str, Any]) -> ModelConfig:
-        """From the fields of config.json, in the spelling of transformers 4 or 5."""
-        family = _family(values)
-        heads = _integer(values, "num_attention_heads")
-        hidden = _integer(values, "hidden_size")
-        kv_heads = values.get("num_key_value_heads")
+        """From the fields of config.json, in the spelling of transformers 4 or 5.
+
+        Of a model that wraps a language model (`text_config`), this is the language model.
+        """
+        is_wrapped = isinstance(values.get("text_config"), Mapping)
+        if is_wrapped:
+            outer, values = values, values["text_config"]
+            names = ("tie_word_embeddings", "eos_token_id", "quantization_config")
+            values = {**values, **{name: outer[name] for name in names if name in outer}}
+        family = family_of((values.get("architectures") or [None])[0], values.get("model_type"))
         _refuse_variants(values)
+        heads, hidden = (_integer(values, n) for n in ("num_attention_heads", "hidden_size"))
+        kv_heads, layers = values.get("num_key_value_heads"), _integer(values, "num_hidden_layers")
         head_dim = int(values.get("head_dim") or hidden // heads)
-        theta, factors = _rope(values, head_dim)
         bias = family.attention_bias == "config" and bool(values.get("attention_bias"))
+        window, windowed_layers = _window(family, values, layers)
+        rope = Rope.from_hf(values, head_dim)
         return cls(
             family=family,
             vocab_size=_integer(values, "vocab_size"),
             hidden_size=hidden,
             intermediate_size=_integer(values, "intermediate_size"),
-            num_layers=_integer(values, "num_hidden_layers"),
+            num_layers=layers,
             num_heads=heads,
             num_kv_heads=heads if kv_heads is None else int(kv_heads),
             head_dim=head_dim,
             rms_norm_eps=float(values.get("rms_norm_eps", 1e-6)),
-            rope_theta=theta,
-            rope_factors=factors,
-            max_position_embeddings=_integer(values, "max_position_embeddings"),
+            rope=rope,
+            max_position_embeddings=max(
+                _integer(values, "max_position_embeddings"), rope.max_positions
+            ),
             tied_head=bool(values.get("tie_word_embeddings", False)),
             qkv_bias=bias or family.attention_bias == "qkv",
             output_bias=bias,
+            window=window,
+            windowed_layers=windowed_layers,
+            experts=_experts(values, layers) if family.has_experts else None,
+            is_wrapped=is_wrapped,
             eos_token_ids=token_ids(values.get("eos_token_id")),
         )
 
@@ -120,36 +163,32 @@ class ModelConfig:
     ) -> ModelConfig:
         """From a GGUF file's scalar metadata, its tensors' shapes (as in torch), rope_freqs."""
         name = str(metadata.get("general.architecture"))
-        family = next((f for f in FAMILIES if f.gguf_architecture == name), None)
-        if family is None:
-            known = ", ".join(f.gguf_architecture for f in FAMILIES)
-            raise InvalidRequest(
-                f"GGUF architecture {name!r} is not supported. Supported: {known}.", param="model"
-            )
+        family = gguf_family(name)
         values = {k.removeprefix(name + "."): v for k, v in metadata.items()}
-        heads = _integer(values, "attention.head_count")
-        hidden = _integer(values, "embedding_length")
+        heads, hidden = (_integer(values, n) for n in ("attention.head_count", "embedding_length"))
+        layers, longest = (_integer(values, n) for n in ("block_count", "context_length"))
         head_dim = int(values.get("attention.key_length") or hidden // heads)
-        if values.get("rope.scaling.type", "none") != "none":
-            raise _unsupported_rope(values["rope.scaling.type"])
-        if values.get("rope.dimension_count", head_dim) != head_dim:
-            raise _unsupported_rope("partial")
+        _refuse_gguf_variants(values, longest, family)
+        rope = Rope.from_gguf(values, head_dim, rope_factors)
         return cls(
             family=family,
             vocab_size=shapes["token_embd.weight"][0],
             hidden_size=hidden,
             intermediate_size=_integer(values, "feed_forward_length"),
-            num_layers=_integer(values, "block_count"),
+            num_layers=layers,
             num_heads=heads,
             num_kv_heads=int(values.get("attention.head_count_kv", heads)),
             head_dim=head_dim,
             rms_norm_eps=float(values.get("attention.layer_norm_rms_epsilon", 1e-6)),
-            rope_theta=float(values.get("rope.freq_base", 10000.0)),
-            rope_factors=rope_factors,
-            max_position_embeddings=_integer(values, "context_length"),
+            rope=rope,
+            max_position_embeddings=max(longest, rope.max_positions),
             tied_head="output.weight" not in shapes,
             qkv_bias="blk.0.attn_q.bias" in shapes,
             output_bias="blk.0.attn_output.bias" in shapes,
+            window=0,
+            windowed_layers=frozenset(),
+            experts=_gguf_experts(values, shapes, layers) if family.has_experts else None,
+            is_wrapped=False,
             eos_token_ids=token_ids(metadata.get("tokenizer.ggml.eos_token_id"))
             | token_ids(metadata.get("tokenizer.ggml.eot_token_id")),
         )
@@ -164,63 +203,80 @@ def token_ids(value: Any) -> frozenset[int]:
     )
 
 
-def _family(values: Mapping[str, Any]) -> Family:
-    names = values.get("architectures") or [values.get("model_type")]
-    for family in FAMILIES:
-        if family.architecture in names:
-            return family
-    known = ", ".join(f.architecture for f in FAMILIES)
-    raise InvalidRequest(
-        f"Architecture {names[0]!r} is not supported. Supported: {known}.", param="model"
-    )
-
-
 def _refuse_variants(values: Mapping[str, Any]) -> None:
-    if values.get("hidden_act", "silu") != "silu":
+    for name, neutral in NEUTRAL.items():
+        value = values.get(name)
+        if value is not None and value not in neutral:
+            raise InvalidRequest(
+                f"{name} {value!r} in config.json is not supported.", param="model"
+            )
+
+
+def _window(family: Family, values: Mapping[str, Any], layers: int) -> tuple[int, frozenset[int]]:
+    """The window and the layers that have it: by `layer_types`, else by the family's rule."""
+    switched_off = family.window_switch and not values.get("use_sliding_window")
+    size = values.get("sliding_window", family.default_window) or 0
+    window = 0 if switched_off else int(size)
+    if family.window == "none" and (window or values.get("use_sliding_window")):
         raise InvalidRequest(
-            f"Activation {values['hidden_act']!r} is not supported, only 'silu'.", param="model"
+            f"sliding_window in config.json is not supported for {family.architecture}.",
+            param="model",
         )
-    for switch in ("mlp_bias", "use_sliding_window", "quantization_config"):
-        if values.get(switch):
-            raise InvalidRequest(f"{switch} in config.json is not supported.", param="model")
-    if set(values.get("layer_types") or ()) - {"full_attention"}:
-        raise InvalidRequest("Only full attention is supported in layer_types.", param="model")
+    first = int(values.get("max_window_layers", 28)) if family.window == "upper" else 0
+    windowed = frozenset(range(first, layers)) if window else frozenset()
+    types = values.get("layer_types")
+    if types:
+        sliding = frozenset(i for i, kind in enumerate(types) if kind == "sliding_attention")
+        can_choose = family.window == "upper" and window
+        if (
+            set(types) - {"full_attention", "sliding_attention"}
+            or len(types) != layers
+            or not (can_choose or sliding == windowed)
+        ):
+            raise InvalidRequest("layer_types in config.json is not supported.", param="model")
+        windowed = sliding
+    if windowed:
+        raise InvalidRequest("sliding_window in config.json is not supported.", param="model")
+    return (window, windowed) if windowed else (0, windowed)
 
 
-def _rope(values: Mapping[str, Any], head_dim: int) -> tuple[float, tuple[float, ...] | None]:
-    # transformers 5 keeps theta and scaling in `rope_parameters`; 4 had `rope_theta` and
-    # `rope_scaling` (whose type was spelled `type` before `rope_type`).
-    rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
-    theta = float(rope.get("rope_theta") or values.get("rope_theta") or 10000.0)
-    if any(float(v.get("partial_rotary_factor") or 1.0) != 1.0 for v in (values, rope)):
-        raise _unsupported_rope("partial")
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    if kind == "default":
-        return theta, None
-    if kind == "llama3":
-        return theta, _llama3_factors(rope, theta, head_dim)
-    raise _unsupported_rope(kind)
-
-
-def _llama3_factors(rope: Mapping[str, Any], theta: float, head_dim: int) -> tuple[float, ...]:
-    """Llama 3.1's scaling: frequencies that turn seldom over the original context are divided by
-    `factor`, those that turn often are kept, and those between are blended."""
-    factor, low, high = (
-        float(rope[name]) for name in ("factor", "low_freq_factor", "high_freq_factor")
+def _experts(values: Mapping[str, Any], layers: int) -> Experts | None:
+    count = int(values.get("num_experts") or values.get("num_local_experts") or 0)
+    step = int(values.get("decoder_sparse_step", 1))
+    dense = set(values.get("mlp_only_layers") or ())
+    sparse = frozenset(i for i in range(layers) if i not in dense and (i + 1) % step == 0)
+    if not count or not sparse:
+        return None
+    return Experts(
+        count=count,
+        per_token=_integer(values, "num_experts_per_tok"),
+        size=_integer(values, "moe_intermediate_size"),
+        normalized=bool(values.get("norm_topk_prob", False)),
+        layers=sparse,
     )
-    original = int(rope["original_max_position_embeddings"])
-    factors = []
-    for index in range(head_dim // 2):
-        turns = original * theta ** (-2 * index / head_dim) / (2 * math.pi)
-        kept = min(max((turns - low) / (high - low), 0.0), 1.0)
-        factors.append(1 / (kept + (1 - kept) / factor))
-    return tuple(factors)
 
 
-def _unsupported_rope(kind: str) -> InvalidRequest:
-    return InvalidRequest(
-        f"Rotary embedding of type {kind!r} is not supported. Supported: default, llama3.",
-        param="model",
+def _refuse_gguf_variants(values: Mapping[str, Any], longest: int, family: Family) -> None:
+    window = int(values.get("attention.sliding_window", 0))
+    if 0 < window < longest:
+        raise InvalidRequest("attention.sliding_window in GGUF is not supported.", param="model")
+    if values.get("expert_count") and not family.has_experts:
+        raise InvalidRequest(
+            f"Experts in a GGUF file of architecture {family.gguf_architecture!r} are not "
+            "supported.",
+            param="model",
+        )
+
+
+def _gguf_experts(values: Mapping[str, Any], shapes: Mapping[str, Shape], layers: int) -> Experts:
+    sparse = frozenset(i for i in range(layers) if f"blk.{i}.ffn_gate_inp.weight" in shapes)
+    # llama.cpp computes its architecture qwen3moe so, whatever the metadata say.
+    return Experts(
+        count=_integer(values, "expert_count"),
+        per_token=_integer(values, "expert_used_count"),
+        size=_integer(values, "expert_feed_forward_length"),
+        normalized=True,
+        layers=sparse,
     )
 
 

@@ -1,12 +1,12 @@
-"""One decoder for all dense families: the token ids of a step in, hidden states out.
+"""One decoder for all families: the token ids of a step in, hidden states out.
 
 ids -> embedding -> [ norm -> qkv -> (q/k norm) -> rotary -> attention -> o -> +
-                      norm -> gate_up -> silu * -> down -> + ] x layers -> hidden
+                      norm -> gate_up -> silu * -> down, or experts -> + ] x layers -> hidden
 """
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +15,7 @@ from tridentlm.backends.base import Ops, StepAttention
 from tridentlm.backends.torch import TorchOps
 from tridentlm.models.config import ModelConfig
 from tridentlm.models.linear import Linear
+from tridentlm.models.moe import ExpertBlock
 
 Weights = MutableMapping[str, torch.Tensor]
 """Merged weights by the names of `weights.layout`. The decoder takes each out as it uses it."""
@@ -73,7 +74,16 @@ class _Layer:
             both = q.expand(config.num_heads, -1), k.expand(config.num_kv_heads, -1)
             self._qk_norm = torch.cat(both)
         self._qkv, self._output = linear("qkv"), linear("output")
-        self._gate_up, self._down = linear("gate_up"), linear("down")
+        self._mlp: Callable[[torch.Tensor], torch.Tensor]
+        if config.experts is not None and index in config.experts.layers:
+            stacks = (
+                weights.pop(f"layers.{index}.experts_{n}.weight") for n in ("gate_up", "down")
+            )
+            gate_up, down = (x.view(config.experts.count, -1, x.shape[1]) for x in stacks)
+            router = weights.pop(f"layers.{index}.router")
+            self._mlp = ExpertBlock(config.experts, router, gate_up, down, ops)
+        else:
+            self._mlp = _Mlp(linear("gate_up"), linear("down"), ops)
 
     def forward(
         self,
@@ -93,4 +103,12 @@ class _Layer:
             x, attended = x.index_select(0, rows), attended.index_select(0, rows)
         delta = self._output(attended)
         x, normed = self._ops.add_rms_norm(x, delta, self._mlp_norm, self._eps)
-        return x, self._down(self._ops.silu_mul(self._gate_up(normed)))
+        return x, self._mlp(normed)
+
+
+class _Mlp:
+    def __init__(self, gate_up: Linear, down: Linear, ops: Ops) -> None:
+        self._gate_up, self._down, self._ops = gate_up, down, ops
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self._down(self._ops.silu_mul(self._gate_up(x)))

@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from tridentlm.errors import InvalidRequest, ModelNotFound
-from tridentlm.models.config import ModelConfig, Shape
+from tridentlm.models.config import Experts, ModelConfig, Shape
 from tridentlm.models.shard import Shard, Split
 
 WHOLE = Shard()
@@ -40,14 +40,14 @@ def layout(config: ModelConfig) -> dict[str, list[Part]]:
     if not config.tied_head:
         weights["head"] = [Part("lm_head.weight", (vocab, hidden), rows)]
     for index in range(config.num_layers):
-        for name, parts in _layer_layout(config).items():
+        for name, parts in _layer_layout(config, index).items():
             prefixed = [part._replace(name=f"model.layers.{index}.{part.name}") for part in parts]
             weights[f"layers.{index}.{name}"] = prefixed
     return weights
 
 
-def _layer_layout(config: ModelConfig) -> dict[str, list[Part]]:
-    hidden, inner, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
+def _layer_layout(config: ModelConfig, index: int) -> dict[str, list[Part]]:
+    hidden, head_dim = config.hidden_size, config.head_dim
     queries, keys = config.num_heads * head_dim, config.num_kv_heads * head_dim
     heads, kv_heads = Split(0, config.num_heads), Split(0, config.num_kv_heads)
     qkv = (("q", queries, heads), ("k", keys, kv_heads), ("v", keys, kv_heads))
@@ -58,10 +58,6 @@ def _layer_layout(config: ModelConfig) -> dict[str, list[Part]]:
         "output.weight": [
             Part("self_attn.o_proj.weight", (hidden, queries), Split(1, config.num_heads))
         ],
-        "gate_up.weight": [
-            Part(f"mlp.{n}_proj.weight", (inner, hidden), Split(0, inner)) for n in ("gate", "up")
-        ],
-        "down.weight": [Part("mlp.down_proj.weight", (hidden, inner), Split(1, inner))],
     }
     if config.family.qk_norm:
         layer |= {f"{n}_norm": [Part(f"self_attn.{n}_norm.weight", (head_dim,))] for n in "qk"}
@@ -70,6 +66,26 @@ def _layer_layout(config: ModelConfig) -> dict[str, list[Part]]:
     if config.output_bias:
         # Added to a sum over ranks, by the first alone.
         layer["output.bias"] = [Part("self_attn.o_proj.bias", (hidden,))]
+    if config.experts is not None and index in config.experts.layers:
+        return layer | _expert_layout(config.experts, hidden)
+    return layer | _mlp_layout("mlp", config.intermediate_size, hidden)
+
+
+def _mlp_layout(prefix: str, inner: int, hidden: int) -> dict[str, list[Part]]:
+    sides = [f"{prefix}.{name}_proj.weight" for name in ("gate", "up")]
+    return {
+        "gate_up.weight": [Part(name, (inner, hidden), Split(0, inner)) for name in sides],
+        "down.weight": [Part(f"{prefix}.down_proj.weight", (hidden, inner), Split(1, inner))],
+    }
+
+
+def _expert_layout(experts: Experts, hidden: int) -> dict[str, list[Part]]:
+    """All experts' rows lie one expert after another, each expert's as those of a plain MLP."""
+    layer = {"router": [Part("mlp.gate.weight", (experts.count, hidden))]}
+    for expert in range(experts.count):
+        parts = _mlp_layout(f"mlp.experts.{expert}", experts.size, hidden)
+        for name, added in parts.items():
+            layer.setdefault(f"experts_{name}", []).extend(added)
     return layer
 
 

@@ -1,0 +1,80 @@
+"""A mixture of experts: each token goes through the few experts that its router likes best.
+
+The tokens' choices are sorted by expert, so that one grouped product computes all experts, each for
+its own stretch of rows. Nothing waits for the device: how long the stretches are stays there.
+
+    chosen [T, 2]      sorted by expert         ends      grouped product
+    t0: 2 0            t0 t1 | t1 | t0 t2 t2..  2 3 6     rows 0:2 by expert 0, 2:3 by expert 1, ..
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from tridentlm.backends.base import Ops
+from tridentlm.errors import InvalidRequest
+from tridentlm.models.config import Experts
+
+
+def unsupported(device: torch.device, dtype: torch.dtype) -> str:
+    """Why experts cannot be computed there, or an empty string."""
+    if not hasattr(F, "grouped_mm"):
+        return f"a mixture of experts needs torch 2.10 or later, this is {torch.__version__}"
+    if device.type != "cuda":
+        return ""
+    # Elsewhere torch reads the groups' lengths on the CPU, which no CUDA Graph can hold.
+    if dtype != torch.bfloat16 or torch.cuda.get_device_capability(device)[0] not in (9, 10):
+        return "on CUDA, torch groups experts in bfloat16 on compute capability 9 and 10 alone"
+    return ""
+
+
+def grouped_product(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """Rows of x [n, in] by the expert that they are sorted for: returns [n, out].
+
+    weight [experts, out, in]; expert e has the rows from ends[e - 1] to ends[e], int32 [experts].
+    """
+    return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
+
+
+class ExpertBlock:
+    """The layer's MLP in a mixture of experts.
+
+    router [experts, hidden], gate_up [experts, 2 * inner, hidden] with the gate first,
+    down [experts, hidden, inner].
+    """
+
+    def __init__(
+        self,
+        experts: Experts,
+        router: torch.Tensor,
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
+        ops: Ops,
+    ) -> None:
+        reason = unsupported(gate_up.device, gate_up.dtype)
+        if reason:
+            raise InvalidRequest(f"{reason[0].upper()}{reason[1:]}.", param="model")
+        self._experts, self._ops = experts, ops
+        self._router, self._gate_up, self._down = router, gate_up, down
+        self._numbers = torch.arange(experts.count, device=router.device)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, hidden] to [T, hidden]."""
+        weights, chosen = self._route(x)
+        ranked, order = chosen.flatten().sort(stable=True)
+        ends = torch.searchsorted(ranked, self._numbers, right=True, out_int32=True)
+        rows = x.index_select(0, order // self._experts.per_token)
+        inner = self._ops.silu_mul(grouped_product(rows, self._gate_up, ends))
+        out = grouped_product(inner, self._down, ends)
+        # Back in the tokens' order, so that a token's sum does not depend on its neighbours.
+        unsorted = torch.empty_like(out).index_copy_(0, order, out)
+        return torch.bmm(weights[:, None], unsorted.view(*chosen.shape, -1)).squeeze(1)
+
+    def _route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The weights and numbers of each token's experts, [T, per_token] both."""
+        scores = self._ops.linear(x, self._router, None).softmax(-1, dtype=torch.float32)
+        weights, chosen = scores.topk(self._experts.per_token)
+        if self._experts.normalized:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return weights.to(x.dtype), chosen
