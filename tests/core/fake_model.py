@@ -5,6 +5,7 @@ A wrong page, position, input token or sampling parameter changes the text from 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,22 @@ from tridentlm.core.request import FinishReason, Limits, Request
 VOCAB = 64
 _PRIME = 1_000_003
 _MASK = (1 << 61) - 1
+DTYPES: dict[str, np.dtype[Any]] = {
+    "slots": np.dtype(np.int32),
+    "query_starts": np.dtype(np.int32),
+    "context_lens": np.dtype(np.int32),
+    "block_tables": np.dtype(np.int32),
+    "token_ids": np.dtype(np.int32),
+    "positions": np.dtype(np.int32),
+    "kv_slots": np.dtype(np.int64),
+    "sampled": np.dtype(np.int32),
+    "temperature": np.dtype(np.float32),
+    "top_k": np.dtype(np.int32),
+    "top_p": np.dtype(np.float32),
+    "min_p": np.dtype(np.float32),
+    "seeds": np.dtype(np.uint64),
+    "sample_positions": np.dtype(np.int64),
+}
 
 
 def next_token(prefix: Sequence[int], params: tuple[float, ...]) -> int:
@@ -45,6 +62,9 @@ class FakeStep:
 
     def collect(self) -> I32:
         return self.tokens
+
+    def logprobs(self) -> None:
+        return None
 
 
 class FakeRunner:
@@ -85,34 +105,19 @@ class FakeRunner:
         return next_token(tokens.tolist(), params)
 
     def check(self, plan: StepPlan) -> None:
-        counts = np.diff(plan.query_starts)
-        assert plan.query_starts[0] == 0
-        assert (counts > 0).all()
-        assert plan.query_starts[-1] == plan.num_tokens <= self.limits.max_step_tokens
-        assert len(np.unique(plan.slots)) == plan.num_rows <= self.limits.max_running
-        assert len(np.unique(plan.kv_slots)) == plan.num_tokens
-        assert np.array_equal(plan.sampled, np.unique(plan.sampled))
-        ones = counts == 1
-        assert not (np.diff(ones.astype(int)) > 0).any() or counts[-1] == 1
+        starts, sampled = plan.query_starts.tolist(), plan.sampled.tolist()
+        counts = [end - start for start, end in itertools.pairwise(starts)]
+        assert starts[0] == 0
+        assert min(counts) > 0
+        assert starts[-1] == plan.num_tokens <= self.limits.max_step_tokens
+        assert len(set(plan.slots.tolist())) == plan.num_rows <= self.limits.max_running
+        assert len(set(plan.kv_slots.tolist())) == plan.num_tokens
+        assert sampled == sorted(set(sampled))
+        chunks = [count > 1 for count in counts]
+        assert chunks == sorted(chunks) or counts[-1] == 1
         last = plan.positions[plan.query_starts[1:] - 1]
-        assert np.array_equal(last + 1, plan.context_lens)
-        expected: dict[str, Any] = {
-            "slots": np.int32,
-            "query_starts": np.int32,
-            "context_lens": np.int32,
-            "block_tables": np.int32,
-            "token_ids": np.int32,
-            "positions": np.int32,
-            "kv_slots": np.int64,
-            "sampled": np.int32,
-            "temperature": np.float32,
-            "top_k": np.int32,
-            "top_p": np.float32,
-            "min_p": np.float32,
-            "seeds": np.uint64,
-            "sample_positions": np.int64,
-        }
-        for name, dtype in expected.items():
+        assert (last + 1).tolist() == plan.context_lens.tolist()
+        for name, dtype in DTYPES.items():
             assert getattr(plan, name).dtype == dtype, name
 
     def close(self) -> None:

@@ -3,7 +3,8 @@
     python -m tests.core.traffic --steps 5000000 --seed 0 --processes 2
 
 Each world draws its limits, cache, policy and admission from its seed, takes random arrivals,
-aborts, deadlines and flushes for some hundred steps, and must then come to an end by itself.
+aborts, deadlines, flushes and engine failures for some hundred steps, and must then come to an end
+by itself.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import itertools
 import math
 import multiprocessing
 import time
+from collections import Counter
 from collections.abc import Iterator
 
 import numpy as np
@@ -44,14 +46,18 @@ class World:
             vocab_size=VOCAB,
         )
         self.steps_in_flight = int(rng.integers(1, 3))
-        self.driver = Driver(
+        cached, reserve, reckless = rng.random() < 0.8, rng.random() < 0.2, rng.random() < 0.7
+        policy = POLICIES[str(rng.choice(list(POLICIES)))]
+        self.make_driver = lambda: Driver(
             self.limits,
             checked=checked,
-            cache=RadixCache(page_size) if rng.random() < 0.8 else None,
-            policy=POLICIES[str(rng.choice(list(POLICIES)))],
-            reserve=rng.random() < 0.2,
-            expected=Reckless() if rng.random() < 0.7 else None,
+            cache=RadixCache(page_size) if cached else None,
+            policy=policy,
+            reserve=reserve,
+            expected=Reckless() if reckless else None,
         )
+        self.driver = self.make_driver()
+        self.counts = Counter[str]()  # of engines that failed
         self.load = rng.uniform(0.05, 0.9)
         self.stops = int(rng.integers(1, 4))
         self.now = 0.0
@@ -67,8 +73,20 @@ class World:
         self.driver.run(self.steps_in_flight, limit=20_000)
         ended = self.driver.finish
         assert all(ended[i] in ENDS for i in self.driver.requests if i not in self.cut)
+        self.count()
+        return self.counts["steps"], self.counts["preemptions"]
+
+    def count(self) -> None:
         stats = self.driver.scheduler.stats()
-        return stats.steps, stats.preemptions
+        self.counts.update(steps=stats.steps, preemptions=stats.preemptions)
+
+    def fail(self) -> None:
+        """The engine fails: everybody hears of it, once, and a new one takes over."""
+        self.driver.scheduler.fail_all("lost")
+        self.driver.drain()
+        assert self.driver.finish.keys() == self.driver.requests.keys()
+        self.count()
+        self.driver = self.make_driver()
 
     def step(self) -> None:
         launched = self.driver.launch()
@@ -88,8 +106,10 @@ class World:
             self.cut.add(victim)
         elif chance < 0.022:
             scheduler.flush_cache()
+        elif chance < 0.023:
+            self.fail()
         self.now += 1
-        scheduler.expire(self.now)
+        self.driver.scheduler.expire(self.now)
 
     def draw(self, request_id: int) -> Request:
         """Half of all prompts go on from an earlier request and its answer."""
