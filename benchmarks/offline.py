@@ -30,7 +30,7 @@ from tridentlm.models.config import ModelConfig
 
 from benchmarks.record import write
 
-REQUESTS, SHORTEST, LONGEST, LARGEST_ID = 256, 100, 1024, 10_000
+LARGEST_ID = 10_000
 TOKENS_IN, TOKENS_OUT = 142_827, 133_966
 BYTES_PER_SECOND, FLOPS = 4.3e12, 790e12
 """One H200: a device-to-device copy, counting both ways, and an 8192^3 bf16 product, measured."""
@@ -42,15 +42,18 @@ class Job:
     lengths: list[int]
 
     @classmethod
-    def make(cls) -> Job:
+    def make(cls, requests: int = 256, shortest: int = 100, longest: int = 1024) -> Job:
+        """Prompts and answers of `shortest` to `longest` tokens; the defaults are the job."""
         rng = random.Random(0)
-        span = (SHORTEST, LONGEST)
+        span = (shortest, longest)
         prompts = [
-            [rng.randint(0, LARGEST_ID) for _ in range(rng.randint(*span))] for _ in range(REQUESTS)
+            [rng.randint(0, LARGEST_ID) for _ in range(rng.randint(*span))] for _ in range(requests)
         ]
-        job = cls(prompts, [rng.randint(*span) for _ in range(REQUESTS)])
-        assert (sum(map(len, prompts)), sum(job.lengths)) == (TOKENS_IN, TOKENS_OUT)
-        return job
+        return cls(prompts, [rng.randint(*span) for _ in range(requests)])
+
+    @property
+    def tokens_out(self) -> int:
+        return sum(self.lengths)
 
     def requests(self, vocab_size: int, first_id: int) -> Iterator[Request]:
         for index, (prompt, length) in enumerate(zip(self.prompts, self.lengths, strict=True)):
@@ -131,11 +134,11 @@ def run(engine: Engine, clock: Clock, job: Job, first_id: int) -> dict[str, Any]
         output = engine.step()
         received += 0 if output is None else len(output.ids)
     seconds = time.perf_counter() - started
-    assert received == TOKENS_OUT, f"{received} tokens instead of {TOKENS_OUT}"
+    assert received == job.tokens_out, f"{received} tokens instead of {job.tokens_out}"
     schedule = seconds - clock.launch_seconds - clock.wait_seconds
     parts = {"schedule": schedule, "launch": clock.launch_seconds, "wait": clock.wait_seconds}
     return {
-        "tok_s": round(TOKENS_OUT / seconds, 1),
+        "tok_s": round(job.tokens_out / seconds, 1),
         "seconds": round(seconds, 3),
         "steps": clock.steps,
         "step_ms": {name: round(1e3 * spent / clock.steps, 3) for name, spent in parts.items()},
@@ -183,10 +186,11 @@ def main() -> None:
     runner, model = build_runner(settings)
     load_seconds = time.perf_counter() - started
     clock, job = Clock(runner), Job.make()
-    engine = Engine(clock, steps_in_flight=settings.steps_in_flight)
+    assert (sum(map(len, job.prompts)), job.tokens_out) == (TOKENS_IN, TOKENS_OUT)
+    engine = Engine.from_settings(clock, settings)
     runs = []
     for index in range(arguments.runs):
-        runs.append(run(engine, clock, job, index * REQUESTS))
+        runs.append(run(engine, clock, job, index * len(job.prompts)))
         print(json.dumps(runs[-1]), flush=True)
     config = ModelConfig.from_folder(resolve_model(settings).path)
     floor = floor_seconds(config, job, 1 if settings.kv_dtype == "fp8" else 2)

@@ -31,7 +31,7 @@ from tridentlm.models.config import ModelConfig
 from tridentlm_client import Session, Stream, Submission
 from tridentlm_client.load import load_with
 
-from benchmarks.offline import REQUESTS, TOKENS_OUT, Job, gpu_name
+from benchmarks.offline import Job, gpu_name
 from benchmarks.record import write
 from tests.server.service import Service
 
@@ -52,12 +52,12 @@ class Ears:
             self.gaps.append(now - last)
         return now
 
-    def result(self, seconds: float) -> dict[str, Any]:
-        assert self.tokens == TOKENS_OUT, f"{self.tokens} tokens instead of {TOKENS_OUT}"
+    def result(self, job: Job, seconds: float) -> dict[str, Any]:
+        assert self.tokens == job.tokens_out, f"{self.tokens} tokens instead of {job.tokens_out}"
         gaps = np.array(self.gaps) * 1e3
         p50, p99 = np.percentile(gaps, (50, 99))
         return {
-            "tok_s": round(TOKENS_OUT / seconds, 1),
+            "tok_s": round(job.tokens_out / seconds, 1),
             "gap_p50_ms": round(float(p50), 2),
             "gap_p99_ms": round(float(p99), 2),
         }
@@ -94,7 +94,7 @@ async def by_session(service: Service, job: Job) -> dict[str, Any]:
     await asyncio.gather(*(read(o) for o in outcomes if isinstance(o, Stream)))
     seconds = time.perf_counter() - started
     await session.close()
-    return ears.result(seconds)
+    return ears.result(job, seconds)
 
 
 async def by_grpc(service: Service, job: Job) -> dict[str, Any]:
@@ -120,8 +120,8 @@ async def by_grpc(service: Service, job: Job) -> dict[str, Any]:
 
     async with triton.InferenceServerClient(service.grpc) as client:
         started = time.perf_counter()
-        await asyncio.gather(*(one(client, index) for index in range(REQUESTS)))
-        return ears.result(time.perf_counter() - started)
+        await asyncio.gather(*(one(client, index) for index in range(len(job.prompts))))
+        return ears.result(job, time.perf_counter() - started)
 
 
 async def by_proxy(service: Service, job: Job) -> dict[str, Any]:
@@ -129,7 +129,7 @@ async def by_proxy(service: Service, job: Job) -> dict[str, Any]:
     result = await load_with(service.url, bodies, chat=False)
     if result.failures:
         raise SystemExit(f"a stream failed: {result.failures[0]}")
-    assert result.tokens == TOKENS_OUT, f"{result.tokens} tokens instead of {TOKENS_OUT}"
+    assert result.tokens == job.tokens_out, f"{result.tokens} tokens instead of {job.tokens_out}"
     names = ("tok_s", "gap_p50_ms", "gap_p99_ms", "ttft_p50_ms")
     return {name: getattr(result, name) for name in names}
 
