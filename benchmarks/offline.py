@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 from tridentlm.config import PREFIX, EngineSettings, resolve_settings
+from tridentlm.core.extras import Logprobs
 from tridentlm.core.plan import I32, StepPlan
 from tridentlm.core.request import Request
 from tridentlm.core.runner import PendingStep, Runner
@@ -98,6 +99,9 @@ class _Waited:
         tokens = self.pending.collect()
         self.clock.wait_seconds += time.perf_counter() - started
         return tokens
+
+    def logprobs(self) -> Logprobs | None:
+        return self.pending.logprobs()
 
 
 def floor_seconds(config: ModelConfig, job: Job, kv_bytes: int) -> float:

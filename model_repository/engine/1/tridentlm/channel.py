@@ -29,9 +29,11 @@ import orjson
 import zmq
 
 from tridentlm.config import EngineSettings
+from tridentlm.core.extras import Logprobs, RequestExtras
 from tridentlm.core.plan import I32, EngineStats, StepOutput
 from tridentlm.core.request import Limits, Request
 from tridentlm.errors import TridentError, from_payload
+from tridentlm.startup import child_environ
 
 HELLO, ADD, ABORT, FLUSH, STOP = b"hello", b"add", b"abort", b"flush", b"stop"
 READY, FAILED, STEP, IDLE = b"ready", b"failed", b"step", b"idle"
@@ -94,6 +96,7 @@ def pack_add(requests: Sequence[Request], now: float) -> Frames:
             "priority": r.priority,
             "cache_salt": r.cache_salt,
             "client": r.client,
+            "extras": r.extras,
             "deadline_s": None if math.isinf(r.deadline) else r.deadline - now,
         }
         for r in requests
@@ -128,6 +131,7 @@ def unpack_request(head: dict[str, Any], ids: I32, now: float) -> Request:
         priority=int(head["priority"]),
         cache_salt=str(head["cache_salt"]),
         client=str(head["client"]),
+        extras=None if head["extras"] is None else RequestExtras.from_wire(head["extras"]),
     )
 
 
@@ -143,7 +147,11 @@ def pack_message(message: Message) -> Frames:
     head = {"stats": message.stats, "cached": output.cached, "errors": output.errors}
     arrays = (output.ids, output.tokens, output.finish)
     packed = orjson.dumps(head, option=orjson.OPT_NON_STR_KEYS)
-    return [STEP, packed, *(array.tobytes() for array in arrays)]
+    frames = [STEP, packed, *(array.tobytes() for array in arrays)]
+    if (told := output.logprobs) is not None:  # of one row at least
+        tables = (told.ids, told.positions, told.tokens, told.values, told.ranks)
+        frames += [array.tobytes() for array in tables]
+    return frames
 
 
 def unpack_message(frames: Frames) -> Message:
@@ -162,8 +170,22 @@ def unpack_message(frames: Frames) -> Message:
         finish=np.frombuffer(frames[4], np.uint8),
         cached=[(request_id, length) for request_id, length in head["cached"]],
         errors={int(request_id): text for request_id, text in head["errors"].items()},
+        logprobs=_unpack_logprobs(frames[5:]) if len(frames) > 5 else None,
     )
     return Step(output, EngineStats(**head["stats"]))
+
+
+def _unpack_logprobs(frames: Frames) -> Logprobs:
+    ids, positions, tokens, values, ranks = frames
+    rows = np.frombuffer(ids, np.int64)
+    shape = (len(rows), -1)
+    return Logprobs(
+        ids=rows,
+        positions=np.frombuffer(positions, np.int64),
+        tokens=np.frombuffer(tokens, np.int32).reshape(shape),
+        values=np.frombuffer(values, np.float32).reshape(shape),
+        ranks=np.frombuffer(ranks, np.int32),
+    )
 
 
 def receiver(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> zmq.Socket[bytes]:
@@ -196,17 +218,13 @@ class WorkerClient:
         self._inbox = receiver(self._context, from_worker)
         self._outbox = sender(self._context, to_worker)
         self._lock = threading.Lock()
-        package_root = str(Path(__file__).resolve().parent.parent)
-        path = os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH")]))
         arguments = [
             *(python, "-m", "tridentlm.worker"),
             *("--endpoint-in", to_worker, "--endpoint-out", from_worker),
             *("--ancestors", str(os.getpid()), str(os.getppid())),
             *("--settings", orjson.dumps(settings).decode()),
         ]
-        self.process = subprocess.Popen(
-            arguments, env={**os.environ, "PYTHONPATH": path}, stdin=subprocess.DEVNULL
-        )
+        self.process = subprocess.Popen(arguments, env=child_environ(), stdin=subprocess.DEVNULL)
         self._send([HELLO])
 
     @property

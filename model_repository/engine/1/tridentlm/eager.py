@@ -8,8 +8,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tridentlm.adjust import LogitAdjuster
 from tridentlm.backends.torch import TorchBackend
+from tridentlm.core.extras import Logprobs
 from tridentlm.core.plan import FROM_DEVICE, I32, StepPlan
+from tridentlm.logprobs import Table, measure, to_host
 from tridentlm.models.decoder import Decoder
 from tridentlm.sampling import sample
 
@@ -29,19 +32,28 @@ class TorchExecutor:
         self._decoder, self._backend = decoder, backend
         self._device = backend.device
         self._last_token = torch.zeros(max_running, dtype=torch.int32, device=self._device)
+        self._adjuster = LogitAdjuster(self._device)
 
     def launch(self, plan: StepPlan) -> PendingTokens:
-        return PendingTokens(self._compute(plan))
-
-    def _compute(self, plan: StepPlan) -> torch.Tensor:
-        rows: torch.Tensor | None = None
-        if len(plan.sampled) < plan.num_tokens:
-            rows = self._to_device(plan.query_starts[plan.sampled + 1] - 1)
+        count = len(plan.sampled)
         step = self._backend.begin_step(plan)
+        wanted = output_rows(plan)
+        rows = self._to_device(wanted) if len(wanted) < plan.num_tokens else None
         hidden = self._decoder.forward(self._token_ids(plan), step, rows)
-        if not len(plan.sampled):
-            return self._last_token[:0]
-        tokens = sample(self._decoder.logits(hidden), plan).int()
+        if not len(hidden):
+            return PendingTokens(plan, self._last_token[:0])
+        logits = self._decoder.logits(hidden[:count])
+        tokens = self._choose(logits, plan) if count else self._last_token[:0]
+        if plan.extras is None or plan.extras.measured is None:
+            return PendingTokens(plan, tokens)
+        table = measure(plan, logits, tokens, hidden[count:], self._decoder.logits)
+        return PendingTokens(plan, tokens, table)
+
+    def _choose(self, logits: torch.Tensor, plan: StepPlan) -> torch.Tensor:
+        if self._adjuster.adjusts(plan):
+            logits = self._adjuster.adjust(logits, plan)
+        tokens = sample(logits, plan).int()
+        self._adjuster.count(tokens, plan)
         self._last_token[self._to_device(plan.slots[plan.sampled])] = tokens
         return tokens
 
@@ -56,15 +68,26 @@ class TorchExecutor:
         return torch.from_numpy(array).to(self._device, non_blocking=True)
 
 
-class PendingTokens:
-    """A launched step; its tokens are on their way to the host."""
+def output_rows(plan: StepPlan) -> I32:
+    """The plan's tokens whose last hidden state is needed: S that sample, Q measured in prompts."""
+    rows: I32 = plan.query_starts[plan.sampled + 1] - 1
+    if plan.extras is None or plan.extras.measured is None:
+        return rows
+    return np.concatenate([rows, plan.extras.measured.places])
 
-    def __init__(self, tokens: torch.Tensor) -> None:
+
+class PendingTokens:
+    """A launched step; its tokens and log-probabilities are on their way to the host."""
+
+    def __init__(self, plan: StepPlan, tokens: torch.Tensor, table: Table | None = None) -> None:
+        self._plan = plan
         self._copied: torch.cuda.Event | None = None
-        self._tokens = tokens
+        self._tokens, self._table = tokens, table
         if tokens.is_cuda:
-            self._tokens = torch.empty_like(tokens, device="cpu", pin_memory=True)
-            self._tokens.copy_(tokens, non_blocking=True)
+            self._tokens = _copy(tokens)
+            if table is not None:
+                tokens_told, values, ranks = map(_copy, table)
+                self._table = tokens_told, values, ranks
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._copied.record()
 
@@ -74,6 +97,15 @@ class PendingTokens:
             self._copied.synchronize()
         array: I32 = self._tokens.numpy()
         return array
+
+    def logprobs(self) -> Logprobs | None:
+        """Of the collected step."""
+        return None if self._table is None else to_host(self._plan, self._table)
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    copied = torch.empty_like(tensor, device="cpu", pin_memory=True)
+    return copied.copy_(tensor, non_blocking=True)
 
 
 def profile_plan(tokens: int, longest: int, page_size: int, max_running: int) -> StepPlan:

@@ -24,6 +24,10 @@ def build_runner(settings: EngineSettings) -> tuple[Runner, str]:
     if settings.runner == "simulated":
         return SimulatedRunner(settings), settings.served_model_name or "simulated"
     files = resolve_model(settings)
+    if settings.tp > 1:
+        from tridentlm.parallel.leader import ParallelRunner
+
+        return ParallelRunner(settings, files), files.name
     from tridentlm.runner import ModelRunner  # torch takes seconds: a wrong path fails before it
 
     return ModelRunner(settings, files), files.name
@@ -102,8 +106,12 @@ class Engine:
         full = len(self._launched) >= self._steps_in_flight
         if self._launched and (full or plan is None):
             oldest, pending = self._launched.popleft()
-            return self.scheduler.commit(oldest, pending.collect())
+            return self._commit(oldest, pending)
         return self.scheduler.drain()
+
+    def _commit(self, plan: StepPlan, pending: PendingStep) -> StepOutput:
+        tokens = pending.collect()
+        return self.scheduler.commit(plan, tokens, pending.logprobs())
 
     def shut_down(self) -> StepOutput | None:
         """Aborts everything and waits for the steps in flight; returns the terminal outputs."""
@@ -111,7 +119,7 @@ class Engine:
         output = self.scheduler.drain()
         while self._launched:
             plan, pending = self._launched.popleft()
-            self.scheduler.commit(plan, pending.collect())
+            self._commit(plan, pending)
         return output
 
     def fail_all(self, message: str) -> StepOutput | None:

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tridentlm.adjust import LogitAdjuster
 from tridentlm.backends.flashinfer import (
     Decode,
     FlashInferBackend,
@@ -33,7 +34,8 @@ from tridentlm.backends.flashinfer import (
 from tridentlm.backends.kernels import choose_tokens
 from tridentlm.core.plan import I32, StepPlan
 from tridentlm.core.request import Limits
-from tridentlm.eager import PendingTokens
+from tridentlm.eager import PendingTokens, output_rows
+from tridentlm.logprobs import measure
 from tridentlm.models.decoder import Decoder
 from tridentlm.sampling import has_filters, sample, uniforms
 from tridentlm.staging import Layout, Staging, make_layout
@@ -70,6 +72,7 @@ class CudaExecutor:
             limits.max_running + 1, dtype=torch.int32, device=self._device
         )
         self._spare_slot = limits.max_running
+        self._adjuster = LogitAdjuster(self._device)
         self._sizes = graph_sizes
         width = limits.pages_for(limits.max_tokens_held)
         self._decode_layout = _decode_layout(max([1, *graph_sizes]), width)
@@ -92,24 +95,33 @@ class CudaExecutor:
         torch.cuda.synchronize(self._device)
 
     def launch(self, plan: StepPlan) -> PendingTokens:
-        return PendingTokens(self.compute(plan)[1])
+        logits, tokens, hidden = self.compute(plan)
+        if plan.extras is None or plan.extras.measured is None:
+            return PendingTokens(plan, tokens)
+        table = measure(plan, logits, tokens, hidden, self._decoder.logits)
+        return PendingTokens(plan, tokens, table)
 
-    def compute(self, plan: StepPlan) -> tuple[torch.Tensor, torch.Tensor]:
-        """Starts the step. Returns logits [S, vocab] and tokens int32 [S], on the device.
+    def compute(self, plan: StepPlan) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Starts the step. Returns logits [S, vocab], tokens int32 [S] and hidden [Q, hidden_size].
 
-        Both may be a graph's own memory, which its next step overwrites.
+        The last is of the places measured in prompts. Logits and tokens may be a graph's own
+        memory, which its next step overwrites.
         """
         lengths = np.diff(plan.query_starts)
         longer = np.flatnonzero(lengths != 1)
         decodes = int(longer[0]) if len(longer) else plan.num_rows
         if decodes == len(plan.sampled) == plan.num_rows <= max([0, *self._sizes]):
             logits, tokens = self._replay(plan)
+            hidden = logits[:0]
         else:
-            logits, tokens = self._run_mixed(plan, lengths, decodes)
-        if len(tokens) and has_filters(plan):
-            tokens = sample(logits, plan, cut_tail).int()
+            logits, tokens, hidden = self._run_mixed(plan, lengths, decodes)
+        adjusts = self._adjuster.adjusts(plan)
+        if len(tokens) and (adjusts or has_filters(plan)):
+            asked = self._adjuster.adjust(logits, plan) if adjusts else logits
+            tokens = sample(asked, plan, cut_tail).int()
+            self._adjuster.count(tokens, plan)
             self._last_token[self._to_device(plan.slots[plan.sampled])] = tokens
-        return logits, tokens
+        return logits, tokens, hidden
 
     def _replay(self, plan: StepPlan) -> tuple[torch.Tensor, torch.Tensor]:
         rows = plan.num_rows
@@ -171,13 +183,13 @@ class CudaExecutor:
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
-            logits, tokens = self._compute(rows, rows["slots"], step, None)
+            logits, tokens, _ = self._compute(rows, rows["slots"], step, None)
         self._pool = self._pool or graph.pool()
         return _Graph(graph, decode, logits, tokens)
 
     def _run_mixed(
         self, plan: StepPlan, lengths: npt.NDArray[Any], decodes: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         layout = self._mixed_layout
         indptr, pages = _page_list(
             plan.block_tables[decodes:], plan.context_lens[decodes:], self._page_size
@@ -210,7 +222,10 @@ class CudaExecutor:
         if decodes < plan.num_rows:
             starts = plan.query_starts[decodes:] - decodes
             self._prefill.plan(starts, indptr, plan.context_lens[decodes:], fields["prefill_pages"])
-        return self._compute(fields, fields["token_slots"], step, fields["rows"])
+        rows, wanted = fields["rows"], output_rows(plan)
+        if len(wanted) > len(rows):  # a prompt's places may be more than the buffer holds
+            rows = self._to_device(wanted)
+        return self._compute(fields, fields["token_slots"], step, rows)
 
     def _mixed_decode(
         self, plan: StepPlan, decodes: int, fields: dict[str, torch.Tensor]
@@ -233,16 +248,21 @@ class CudaExecutor:
         token_slots: torch.Tensor,
         step: FlashInferStep,
         rows: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits and tokens of the rows that sample; `rows` None: all."""
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Logits and tokens of the rows that sample, hidden states of `rows` beyond them.
+
+        `rows` None: all sample.
+        """
         ids = fields["token_ids"]
         ids = torch.where(ids < 0, self._last_token.index_select(0, token_slots), ids)
         hidden = self._decoder.forward(ids, step, rows)
-        if not len(hidden):
-            return hidden, self._last_token[:0]
-        logits = self._decoder.logits(hidden)
+        count = len(fields["slots"])
+        if not count:
+            return hidden[:0], self._last_token[:0], hidden
+        logits = self._decoder.logits(hidden[:count])
         choice = (fields["temperature"], fields["uniform"], fields["slots"])
-        return logits, choose_tokens(logits, *choice, self._last_token)
+        tokens = choose_tokens(logits, *choice, self._last_token)
+        return logits, tokens, hidden[count:]
 
     def _to_device(self, array: npt.NDArray[Any]) -> torch.Tensor:
         return torch.from_numpy(array).to(self._device, non_blocking=True)

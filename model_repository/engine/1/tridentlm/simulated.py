@@ -2,6 +2,7 @@
 
 Every step takes `step_ms`, whatever it holds, and the next token is a hash of the last one, the
 position and, unless greedy, the seed: a request's answer does not depend on its neighbours.
+Log-probabilities are made up (-1, -2, ...); penalties and biases have no effect.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tridentlm.config import EngineSettings
+from tridentlm.core.extras import Logprobs
 from tridentlm.core.plan import FROM_DEVICE, I32, I64, StepPlan
 from tridentlm.core.request import Limits
 
@@ -23,13 +25,29 @@ MAX_STEP_TOKENS = 8192
 
 
 class SimulatedStep:
-    def __init__(self, tokens: I32, done_at: float) -> None:
+    def __init__(self, plan: StepPlan, tokens: I32, done_at: float) -> None:
+        self._plan = plan
         self._tokens = tokens
         self._done_at = done_at
 
     def collect(self) -> I32:
         time.sleep(max(self._done_at - time.monotonic(), 0.0))
         return self._tokens
+
+    def logprobs(self) -> Logprobs | None:
+        extras = self._plan.extras
+        if extras is None or extras.measured is None:
+            return None
+        measured = extras.measured
+        tokens = np.concatenate([measured.targets, self._tokens[measured.rows]])
+        columns = np.arange(1 + measured.top)
+        return Logprobs(
+            ids=measured.ids,
+            positions=measured.positions,
+            tokens=((tokens[:, None] + np.maximum(columns - 1, 0)) % VOCAB_SIZE).astype(np.int32),
+            values=np.tile(-np.maximum(columns, 1), (len(tokens), 1)).astype(np.float32),
+            ranks=np.ones(len(tokens), np.int32),
+        )
 
 
 class SimulatedRunner:
@@ -64,7 +82,7 @@ class SimulatedRunner:
         tokens = next_tokens(last, plan.sample_positions, seeds)
         self._last[slots] = tokens
         self._done_at = max(time.monotonic(), self._done_at + self._step_seconds)
-        return SimulatedStep(tokens, self._done_at)
+        return SimulatedStep(plan, tokens, self._done_at)
 
     def close(self) -> None:
         pass

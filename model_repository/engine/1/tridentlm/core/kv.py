@@ -44,7 +44,8 @@ class KVPages:
 
     def match(self, entry: Entry) -> Match:
         """What is cached of a request, locked. One token at least remains to be computed."""
-        match = self.cache.match_prefix(entry.tokens[:-1], entry.request.cache_salt)
+        reusable = entry.tokens[:0] if _wants_prompt_rows(entry) else entry.tokens[:-1]
+        match = self.cache.match_prefix(reusable, entry.request.cache_salt)
         self.cache.lock(match.handle)
         return match
 
@@ -111,3 +112,10 @@ class KVPages:
         ids = table.tokens[slot, : pages * self._limits.page_size]
         shared = int(table.shared[slot])
         return self.cache.insert(ids, table.pages(slot), shared, entry.request.cache_salt)
+
+
+def _wants_prompt_rows(entry: Entry) -> bool:
+    """The log-probabilities of its prompt are not told yet, so every row must be computed."""
+    extras = entry.request.extras
+    asks = extras is not None and extras.prompt_logprobs is not None
+    return asks and len(entry.tokens) == len(entry.request.prompt)

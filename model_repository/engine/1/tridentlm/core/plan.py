@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from tridentlm.core.extras import Logprobs, StepExtras
+
 I32 = npt.NDArray[np.int32]
 I64 = npt.NDArray[np.int64]
 F32 = npt.NDArray[np.float32]
@@ -44,6 +46,7 @@ class StepPlan:
     min_p: F32  # [S]
     seeds: npt.NDArray[np.uint64]  # [S]
     sample_positions: I64  # [S]; the sampled token's absolute position: counts its random number
+    extras: StepExtras | None = None  # None: no row asks for any
 
     @property
     def num_rows(self) -> int:
@@ -61,7 +64,7 @@ class StepOutput:
     `tokens` is -1 for an entry that only ends a request (abort, error, deadline); with STOP it is
     the stop token itself. `finish` holds FinishReason values. `cached` lists, for requests that
     sampled their first token in this step, (id, prompt tokens found in the prefix cache).
-    `errors` has the message of each ERROR.
+    `errors` has the message of each ERROR. `logprobs` are of sampled tokens and of prompts.
     """
 
     ids: I64
@@ -69,6 +72,7 @@ class StepOutput:
     finish: npt.NDArray[np.uint8]
     cached: list[tuple[int, int]] = field(default_factory=list)
     errors: dict[int, str] = field(default_factory=dict)
+    logprobs: Logprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from tridentlm.core.plan import FROM_DEVICE, I64, StepPlan
+from tridentlm.core.slotextras import plan_extras
 from tridentlm.core.table import SlotTable
 
 
@@ -23,6 +24,9 @@ def plan_step(table: SlotTable, slots: I64, take: I64, step: int) -> StepPlan:
     width = -(-int(context.max()) // page_size)
     sampled = np.flatnonzero(context == table.length[slots])
     sampling = slots[sampled]
+    extras = None
+    if table.has_extras[slots].any():
+        extras = plan_extras(table, slots, starts, context, sampled)
     table.in_flight[slots] += 1
     table.computed[slots] = context
     table.length[sampling] += 1
@@ -42,4 +46,5 @@ def plan_step(table: SlotTable, slots: I64, take: I64, step: int) -> StepPlan:
         min_p=table.min_p[sampling],
         seeds=table.seeds[sampling],
         sample_positions=context[sampled],
+        extras=extras,
     )

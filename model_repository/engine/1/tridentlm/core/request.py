@@ -6,16 +6,14 @@ import enum
 import math
 import secrets
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from tridentlm.core.extras import RequestExtras
+from tridentlm.core.params import SamplingParams as SamplingParams
 from tridentlm.errors import ContextLengthExceeded, InvalidRequest, Overloaded
-
-TOP_LIMIT = 2**31 - 1
 
 
 class FinishReason(enum.IntEnum):
@@ -31,118 +29,6 @@ class FinishReason(enum.IntEnum):
     def text(self) -> str:
         """OpenAI's spelling; empty while the request runs."""
         return "" if self is FinishReason.NONE else self.name.lower()
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """How the next tokens of one request are chosen.
-
-    `max_tokens` None: the rest of the context, capped by what the KV pool can hold. `temperature` 0
-    is greedy. `top_k` 0 and -1, `top_p` 1 and `min_p` 0 are off. `seed` None: a random one. `stop`
-    holds up to 16 texts that end the request; `stop_token_ids` end it like an EOS. `timeout` is in
-    seconds from arrival (None: no limit). A lower `priority` goes first, where the policy looks at
-    it. Prompts share cached KV only with requests of the same `cache_salt`.
-    """
-
-    max_tokens: int | None = None
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    seed: int | None = None
-    ignore_eos: bool = False
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    skip_special_tokens: bool = True
-    timeout: float | None = None
-    priority: int = 0
-    cache_salt: str = ""
-
-    @classmethod
-    def from_mapping(cls, values: Mapping[str, Any]) -> SamplingParams:
-        """Checks and converts the fields of a JSON object. Unset and null fields keep defaults.
-
-        Raises InvalidRequest with `param` for a wrong type or range, and for a field that does not
-        exist: a caller that tolerates unknown fields takes them out first.
-        """
-        unknown = sorted(set(values) - set(cls.__slots__))
-        if unknown:
-            raise InvalidRequest(f"Unknown sampling parameter: {unknown[0]}.", param=unknown[0])
-        given = {name: value for name, value in values.items() if value is not None}
-        return cls(**{name: _CHECKS[name](name, value) for name, value in given.items()})
-
-
-def _integer(low: int, high: int = TOP_LIMIT) -> Any:
-    def check(name: str, value: Any) -> int:
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or value != int(value):
-            raise InvalidRequest(f"{name} must be an integer, got {value!r}.", param=name)
-        if not low <= value <= high:
-            bound = f"at least {low}" if value < low else f"at most {high}"
-            raise InvalidRequest(f"{name} must be {bound}, got {int(value)}.", param=name)
-        return int(value)
-
-    return check
-
-
-def _number(low: float, high: float, *, open_low: bool = False) -> Any:
-    span = f"{'(' if open_low else '['}{low:g}, {high:g}]"
-
-    def check(name: str, value: Any) -> float:
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise InvalidRequest(f"{name} must be a number, got {value!r}.", param=name)
-        if not low <= value <= high or (open_low and value == low) or not math.isfinite(value):
-            raise InvalidRequest(f"{name} must be in {span}, got {value:g}.", param=name)
-        return float(value)
-
-    return check
-
-
-def _flag(name: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise InvalidRequest(f"{name} must be true or false, got {value!r}.", param=name)
-    return value
-
-
-def _salt(name: str, value: Any) -> str:
-    if not isinstance(value, str) or len(value) > 256:
-        raise InvalidRequest(f"{name} must be a string of at most 256 characters.", param=name)
-    return value
-
-
-def _stops(name: str, value: Any) -> tuple[str, ...]:
-    stops = [value] if isinstance(value, str) else value
-    if not isinstance(stops, (list, tuple)) or not all(isinstance(s, str) for s in stops):
-        raise InvalidRequest("stop must be a string or a list of strings.", param=name)
-    if not all(stops):
-        raise InvalidRequest("stop must not contain an empty string.", param=name)
-    if len(stops) > 16:
-        raise InvalidRequest(f"stop takes at most 16 strings, got {len(stops)}.", param=name)
-    if any(len(stop) > 1000 for stop in stops):
-        raise InvalidRequest("stop strings have at most 1000 characters each.", param=name)
-    return tuple(stops)
-
-
-def _token_ids(name: str, value: Any) -> tuple[int, ...]:
-    if not isinstance(value, (list, tuple)) or len(value) > 64:
-        raise InvalidRequest(f"{name} must be a list of at most 64 token ids.", param=name)
-    return tuple(_integer(0)(name, v) for v in value)
-
-
-_CHECKS: dict[str, Any] = {
-    "max_tokens": _integer(1),
-    "temperature": _number(0, 100),
-    "top_p": _number(0, 1, open_low=True),
-    "top_k": _integer(-1),
-    "min_p": _number(0, 1),
-    "seed": _integer(-(2**63), 2**64 - 1),
-    "ignore_eos": _flag,
-    "stop": _stops,
-    "stop_token_ids": _token_ids,
-    "skip_special_tokens": _flag,
-    "timeout": _number(0, 1e9, open_low=True),
-    "priority": _integer(-TOP_LIMIT),
-    "cache_salt": _salt,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +54,7 @@ class Request:
     priority: int = 0
     cache_salt: str = ""
     client: str = ""
+    extras: RequestExtras | None = None
 
     @classmethod
     def build(
@@ -184,11 +71,13 @@ class Request:
         Raises InvalidRequest (or ContextLengthExceeded) if it can never be served.
         """
         limits.check_ids(prompt)
+        max_tokens = limits.resolve(len(prompt), params.max_tokens)
+        _check_extras(params, max_tokens, limits.vocab_size)
         stops = frozenset(params.stop_token_ids)
         return cls(
             id=id,
             prompt=prompt,
-            max_tokens=limits.resolve(len(prompt), params.max_tokens),
+            max_tokens=max_tokens,
             temperature=params.temperature,
             top_p=params.top_p,
             top_k=max(params.top_k, 0),
@@ -199,7 +88,23 @@ class Request:
             priority=params.priority,
             cache_salt=params.cache_salt,
             client=client,
+            extras=RequestExtras.of(params),
         )
+
+
+def _check_extras(params: SamplingParams, max_tokens: int, vocab_size: int) -> None:
+    if params.min_tokens > max_tokens:
+        raise InvalidRequest(
+            f"min_tokens must be at most {max_tokens}, what this request can have; "
+            f"got {params.min_tokens}.",
+            param="min_tokens",
+        )
+    for token, _ in params.logit_bias:
+        if token >= vocab_size:
+            raise InvalidRequest(
+                f"logit_bias has the token id {token}; ids must be in [0, {vocab_size}).",
+                param="logit_bias",
+            )
 
 
 @dataclass(frozen=True, slots=True)

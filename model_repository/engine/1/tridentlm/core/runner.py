@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from tridentlm.core.extras import Logprobs
 from tridentlm.core.plan import I32, StepPlan
 from tridentlm.core.request import Limits
 
@@ -11,6 +12,9 @@ from tridentlm.core.request import Limits
 class PendingStep(Protocol):
     def collect(self) -> I32:
         """Waits for the step and returns its tokens, int32[S], one per `plan.sampled` row."""
+
+    def logprobs(self) -> Logprobs | None:
+        """What `plan.extras.measured` asked for, if it did. Called after `collect`."""
 
 
 class Runner(Protocol):

@@ -26,6 +26,7 @@ import numpy as np
 from tridentlm.core.admission import Admission
 from tridentlm.core.cache import NullCache, PrefixCache
 from tridentlm.core.expect import ExpectedLength
+from tridentlm.core.extras import Logprobs
 from tridentlm.core.kv import KVPages
 from tridentlm.core.plan import I32, I64, EngineStats, StepOutput, StepPlan
 from tridentlm.core.planner import plan_step
@@ -210,7 +211,7 @@ class Scheduler:
         if admitted:
             self._running = np.concatenate([running, np.array(admitted, np.int64)])
 
-    def commit(self, plan: StepPlan, tokens: I32) -> StepOutput:
+    def commit(self, plan: StepPlan, tokens: I32, logprobs: Logprobs | None = None) -> StepOutput:
         """Takes the tokens of the oldest launched step, int32[S], and tells what came of them."""
         oldest = self._launched.popleft()
         assert plan is oldest, "steps are committed in the order of their launch"
@@ -237,6 +238,7 @@ class Scheduler:
             cached=[
                 (e.request.id, e.cached or 0) for i in first.tolist() if (e := table.entries[i])
             ],
+            logprobs=logprobs and self._running_of(logprobs),
         )
         self._generation_tokens += len(slots)
         if finish.any():
@@ -245,6 +247,11 @@ class Scheduler:
         for slot in left[table.in_flight[left] == 0].tolist():
             self._requeue(slot)
         return self._with_ended(output)
+
+    def _running_of(self, logprobs: Logprobs) -> Logprobs | None:
+        """Without those of requests that have ended."""
+        keep = np.isin(logprobs.ids, list(self._slot_of))
+        return logprobs.of(keep) if keep.any() else None
 
     def _cached(self, slot: int) -> int:
         entry = self.table.entries[slot]

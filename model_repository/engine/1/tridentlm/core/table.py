@@ -11,6 +11,7 @@ from tridentlm.core.cache import Match
 from tridentlm.core.plan import I32, I64
 from tridentlm.core.policy import Entry
 from tridentlm.core.request import Limits
+from tridentlm.core.slotextras import SlotExtras
 
 NO_ID = -1
 NO_TOKEN = -1
@@ -56,6 +57,8 @@ class SlotTable:
         self.top_p = np.zeros(rows, np.float32)
         self.min_p = np.zeros(rows, np.float32)
         self.seeds = np.zeros(rows, np.uint64)
+        self.has_extras: npt.NDArray[np.bool_] = np.zeros(rows, np.bool_)
+        self.extras = SlotExtras(rows, limits.vocab_size)
         self.stop_ids: I32 = np.full((rows, 1), NO_TOKEN, np.int32)  # [R, most stop ids so far]
         self.handles: list[Any] = [None] * rows  # the prefix cache's
         self.entries: list[Entry | None] = [None] * rows
@@ -89,6 +92,9 @@ class SlotTable:
         self.min_p[slot] = request.min_p
         self.seeds[slot] = request.seed
         self._set_stop_ids(slot, request.stop_token_ids)
+        self.has_extras[slot] = request.extras is not None
+        if request.extras is not None:
+            self.extras.admit(slot, request.extras, known_output=len(tokens) - len(request.prompt))
         return slot
 
     def _set_stop_ids(self, slot: int, stop_ids: frozenset[int]) -> None:

@@ -1,0 +1,128 @@
+"""What few requests ask beyond plain sampling, and how it travels: None wherever nobody asks.
+
+SamplingParams --RequestExtras--> channel --> slot table --StepExtras--> runner
+                                                                           |
+TextStream <--- channel <--- StepOutput <---------------------Logprobs-----'
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tridentlm.core.params import SamplingParams
+
+I32 = npt.NDArray[np.int32]
+I64 = npt.NDArray[np.int64]
+F32 = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestExtras:
+    """The fields of these names in `SamplingParams`."""
+
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+    @classmethod
+    def of(cls, params: SamplingParams) -> RequestExtras | None:
+        """None when the request asks for nothing of this."""
+        extras = cls(**{name: getattr(params, name) for name in cls.__slots__})
+        return None if extras == _NOTHING else extras
+
+    @classmethod
+    def from_wire(cls, fields: dict[str, Any]) -> RequestExtras:
+        pairs = tuple((int(token), float(bias)) for token, bias in fields["logit_bias"])
+        return cls(**{**fields, "logit_bias": pairs})
+
+    @property
+    def has_penalties(self) -> bool:
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
+
+
+_NOTHING = RequestExtras()
+
+
+@dataclass(frozen=True, slots=True)
+class Newcomer:
+    """A slot whose request samples for the first time since it got the slot: its tokens so far."""
+
+    slot: int
+    prompt: I32
+    output: I32
+
+
+@dataclass(frozen=True, slots=True)
+class Penalties:
+    """Rows with penalties: `rows` [P] of those that sample, and their slots.
+
+    The runner counts, slot by slot, the tokens of `newcomers` and then those that it samples.
+    """
+
+    rows: I32
+    slots: I32
+    presence: F32
+    frequency: F32
+    repetition: F32
+    newcomers: tuple[Newcomer, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Places whose log-probabilities are asked for: Q in prompts, then L that are sampled.
+
+    The token after the plan's token `places[i]` is `targets[i]`, for Q; `rows` [L] are of those
+    that sample. `ids` and `positions` [Q + L] say whose token it is, and which. `top`: how many of
+    the likeliest tokens are told, the most that any of them asks for.
+    """
+
+    places: I32
+    targets: I32
+    rows: I32
+    ids: I64
+    positions: I64
+    top: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepExtras:
+    """What some of the S rows that sample ask. Rows are indexes into `StepPlan.sampled`.
+
+    `bias` [n] is added to the logits of tokens `bias_tokens` of `bias_rows`; -inf bans a token.
+    """
+
+    request_ids: I64  # [S]
+    bias_rows: I32  # [n]
+    bias_tokens: I32  # [n]
+    bias: F32  # [n]
+    penalties: Penalties | None = None
+    measured: Measured | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """Natural log-probabilities under the model's own distribution, before bias and temperature.
+
+    Of n tokens: `ids` [n] says whose, `positions` [n] counts from the prompt's first. Column 0 of
+    `tokens` and `values` is the token itself, the others are the likeliest in falling order.
+    `ranks` [n]: 1 for the likeliest.
+    """
+
+    ids: I64
+    positions: I64
+    tokens: I32  # [n, 1 + top]
+    values: F32  # [n, 1 + top]
+    ranks: I32
+
+    def of(self, keep: npt.NDArray[np.bool_]) -> Logprobs:
+        """Those of the rows in `keep` [n]."""
+        names = ("ids", "positions", "tokens", "values", "ranks")
+        return Logprobs(*(getattr(self, name)[keep] for name in names))
