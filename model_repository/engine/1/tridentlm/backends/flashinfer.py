@@ -71,6 +71,8 @@ def unsupported(config: ModelConfig, dtype: torch.dtype) -> str:
         return f"FlashInfer computes in bfloat16 or float16, not {str(dtype)[6:]}"
     if config.head_dim not in (64, 128, 256):
         return f"FlashInfer has no kernel for heads of size {config.head_dim}"
+    if config.window and len(config.windowed_layers) < config.num_layers:
+        return "FlashInfer's attention is planned once for all layers, some of which have a window"
     return ""
 
 
@@ -101,6 +103,8 @@ class FlashInferBackend:
         self.device = cache.data.device
         self.layers = [(k, v) for k, v in cache.data]
         self.rotary = rotary_table(cache.config, max_positions, self.device)
+        # Tokens before its own that a query attends to; -1: all.
+        self.window_left = cache.config.window - 1
         self.workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=self.device)
         # XQA keeps semaphores in its own, which must be 0 between its runs.
         self.xqa_workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=self.device)
@@ -160,6 +164,7 @@ class XqaDecode:
             self._most,
             bmm1_scale=q.shape[-1] ** -0.5,
             bmm2_scale=1.0,
+            window_left=self._backend.window_left,
             out=out,
             kv_layout=LAYOUT,
         )
@@ -202,10 +207,14 @@ class PlannedDecode:
         config, cache = self._backend.config, self._backend.cache
         host, last = torch.from_numpy(indptr), torch.from_numpy(last_page_lens)
         sizes = (config.num_heads, config.num_kv_heads, config.head_dim, cache.page_size)
-        dtypes = {"q_data_type": self._backend.dtype, "kv_data_type": cache.data.dtype}
+        options = {
+            "q_data_type": self._backend.dtype,
+            "kv_data_type": cache.data.dtype,
+            "window_left": self._backend.window_left,
+        }
         if self._first:
             used = self._pages[: int(indptr[-1])].clone()
-            self._wrapper.plan(host, used, last, *sizes, **dtypes)
+            self._wrapper.plan(host, used, last, *sizes, **options)
             self._first = False
         flashinfer.fast_decode_plan(
             self._wrapper,
@@ -213,7 +222,7 @@ class PlannedDecode:
             self._pages,
             last,
             *sizes,
-            **dtypes,
+            **options,
             global_override_indptr_cpu=host,
         )
         self._planned.record()
@@ -251,6 +260,7 @@ class Prefill:
             config.head_dim,
             page_size,
             causal=True,
+            window_left=self._backend.window_left,
             q_data_type=self._backend.dtype,
             kv_data_type=self._backend.dtype,
             seq_lens=torch.from_numpy(context_lens),

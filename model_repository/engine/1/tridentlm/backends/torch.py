@@ -3,6 +3,8 @@
 step:   [ decode rows: one query each      | prefill rows: a chunk each        ]
 work:   groups of rows of like context,      one row at a time, causal to the
         gathered and attended together       end of its context
+
+A layer with a sliding window masks what lies before it; that is still gathered, its pages are kept.
 """
 
 from __future__ import annotations
@@ -64,11 +66,22 @@ class TorchBackend:
 
 
 @dataclass(frozen=True, slots=True)
+class _Masks:
+    """0 or -inf for each pair of query and key, in layers without and with a window.
+
+    None: plain causal attention.
+    """
+
+    whole: torch.Tensor | None
+    windowed: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
 class _DecodeGroup:
     rows: torch.Tensor | None  # [n] rows of the step, None: the first n in order
     count: int
     pages: torch.Tensor  # [n * pages per row]
-    mask: torch.Tensor  # [n, 1, 1, padded context], 0 or -inf
+    masks: _Masks  # [n, 1, 1, padded context] each
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +90,7 @@ class _PrefillRow:
     stop: int
     context: int
     pages: torch.Tensor | None  # None: the chunk is the whole context
-    mask: torch.Tensor | None  # [stop - start, context], 0 or -inf; None: plain causal
+    masks: _Masks  # [stop - start, context] each
 
 
 class TorchStep:
@@ -117,30 +130,37 @@ class TorchStep:
         flat = cache.view(2, -1, *cache.shape[3:])
         flat[0].index_copy_(0, self._kv_slots, k)
         flat[1].index_copy_(0, self._kv_slots, v)
+        is_windowed = layer in self._config.windowed_layers
         if len(self._groups) == 1 and not self._prefills:
-            return self._decode(self._groups[0], cache, q)
+            return self._decode(self._groups[0], cache, q, is_windowed)
         out = q.new_empty(q.shape[0], q.shape[1] * q.shape[2])
         for group in self._groups:
             if group.rows is None:
-                out[: group.count] = self._decode(group, cache, q[: group.count])
+                out[: group.count] = self._decode(group, cache, q[: group.count], is_windowed)
             else:
-                out.index_copy_(0, group.rows, self._decode(group, cache, q[group.rows]))
+                attended = self._decode(group, cache, q[group.rows], is_windowed)
+                out.index_copy_(0, group.rows, attended)
         for row in self._prefills:
             part = slice(row.start, row.stop)
-            out[part] = self._prefill(row, cache, q[part], k[part], v[part])
+            mask = row.masks.windowed if is_windowed else row.masks.whole
+            out[part] = self._prefill(row, mask, cache, q[part], k[part], v[part])
         return out
 
-    def _decode(self, group: _DecodeGroup, cache: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    def _decode(
+        self, group: _DecodeGroup, cache: torch.Tensor, q: torch.Tensor, is_windowed: bool
+    ) -> torch.Tensor:
         """q [n, heads, head_dim]. The query heads that share a KV head act as its queries."""
         n, kv_heads, head_dim = len(q), cache.shape[3], q.shape[2]
         gathered = cache.view(2, len(cache[0]), -1).index_select(1, group.pages)
         k, v = gathered.view(2, n, -1, kv_heads, head_dim).transpose(2, 3)
         q = q.reshape(n, kv_heads, -1, head_dim)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=group.mask).reshape(n, -1)
+        mask = group.masks.windowed if is_windowed else group.masks.whole
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).reshape(n, -1)
 
     def _prefill(
         self,
         row: _PrefillRow,
+        mask: torch.Tensor | None,
         cache: torch.Tensor,
         q: torch.Tensor,
         k: torch.Tensor,
@@ -156,9 +176,7 @@ class TorchStep:
         group = heads // kv_heads
         q = q.view(n, kv_heads, group, head_dim).permute(1, 2, 0, 3)
         k, v = (x.transpose(0, 1)[:, None].expand(-1, group, -1, -1) for x in (k, v))
-        out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=row.mask, is_causal=row.mask is None
-        )
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
         return out.permute(2, 0, 1, 3).reshape(n, -1)
 
     def _decode_group(
@@ -168,26 +186,43 @@ class TorchStep:
             rows = np.arange(len(rows))
         lengths = plan.context_lens[rows]
         width = -(-int(lengths.max()) // self._page_size)
-        hidden = np.arange(width * self._page_size) >= lengths[:, None]
-        mask = np.where(hidden, np.float32(-np.inf), np.float32(0))[:, None, None]
+        keys = np.arange(width * self._page_size)
+        hidden = keys >= lengths[:, None]
+        before = keys < lengths[:, None] - self._config.window
         return _DecodeGroup(
             rows=None if alone else self._to_device(rows),
             count=len(rows),
             pages=self._to_device(plan.block_tables[rows, :width].ravel()),
-            mask=self._to_device(mask).to(self._dtype),
+            masks=_Masks(
+                self._decode_mask(hidden),
+                self._decode_mask(hidden | before) if self._config.window else None,
+            ),
         )
+
+    def _decode_mask(self, hidden: npt.NDArray[np.bool_]) -> torch.Tensor:
+        mask = np.where(hidden, np.float32(-np.inf), np.float32(0))[:, None, None]
+        return self._to_device(mask).to(self._dtype)
 
     def _prefill_row(self, plan: StepPlan, row: int) -> _PrefillRow:
         start, stop = int(plan.query_starts[row]), int(plan.query_starts[row + 1])
-        context = int(plan.context_lens[row])
-        if context == stop - start:
-            return _PrefillRow(start, stop, context, None, None)
+        context, window = int(plan.context_lens[row]), self._config.window
+        is_whole = context == stop - start
+        masks = _Masks(
+            None if is_whole else self._prefill_mask(stop - start, context, context),
+            self._prefill_mask(stop - start, context, window)
+            if window and not (is_whole and context <= window)
+            else None,
+        )
         width = -(-context // self._page_size)
-        visible = torch.ones(stop - start, context, dtype=torch.bool, device=self._device)
-        visible = visible.tril_(context - (stop - start))
-        mask = torch.zeros_like(visible, dtype=self._dtype).masked_fill_(~visible, -torch.inf)
-        pages = self._to_device(plan.block_tables[row, :width])
-        return _PrefillRow(start, stop, context, pages, mask)
+        pages = None if is_whole else self._to_device(plan.block_tables[row, :width])
+        return _PrefillRow(start, stop, context, pages, masks)
+
+    def _prefill_mask(self, queries: int, context: int, window: int) -> torch.Tensor:
+        """For the last `queries` positions of `context`, each seeing `window` tokens."""
+        visible = torch.ones(queries, context, dtype=torch.bool, device=self._device)
+        last = context - queries
+        visible = visible.tril_(last).triu_(last - window + 1)
+        return torch.zeros_like(visible, dtype=self._dtype).masked_fill_(~visible, -torch.inf)
 
     def _to_device(self, array: npt.NDArray[np.generic]) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._device, non_blocking=True)

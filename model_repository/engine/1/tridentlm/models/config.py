@@ -235,8 +235,6 @@ def _window(family: Family, values: Mapping[str, Any], layers: int) -> tuple[int
         ):
             raise InvalidRequest("layer_types in config.json is not supported.", param="model")
         windowed = sliding
-    if windowed:
-        raise InvalidRequest("sliding_window in config.json is not supported.", param="model")
     return (window, windowed) if windowed else (0, windowed)
 
 

@@ -69,7 +69,7 @@ class ExpertBlock:
         out = grouped_product(inner, self._down, ends)
         # Back in the tokens' order, so that a token's sum does not depend on its neighbours.
         unsorted = torch.empty_like(out).index_copy_(0, order, out)
-        return torch.bmm(weights[:, None], unsorted.view(*chosen.shape, -1)).squeeze(1)
+        return torch.bmm(weights[:, None], unsorted.view(*chosen.shape, x.shape[1])).squeeze(1)
 
     def _route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The weights and numbers of each token's experts, [T, per_token] both."""
