@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI
@@ -13,13 +13,14 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 from tridentlm import __version__
-from tridentlm.errors import TridentError
 from tridentlm.startup import settle
 
+from openai_proxy.catalogue import open_catalogue
 from openai_proxy.errors import on_http_exception
 from openai_proxy.generate import GenerateEndpoint
 from openai_proxy.metrics import ProxyMetrics
 from openai_proxy.middleware import OPEN_PATHS, Gate
+from openai_proxy.models import CatalogueFactory, Models, SessionFactory, TextFactory
 from openai_proxy.openapi import describe_posts
 from openai_proxy.parameters import IgnoredParameters
 from openai_proxy.protocol import parse_chat, parse_completion
@@ -28,16 +29,10 @@ from openai_proxy.responses.endpoint import ResponsesEndpoint
 from openai_proxy.responses.endpoint import router as responses_router
 from openai_proxy.responses.store import ResponseStore
 from openai_proxy.routes import router
-from openai_proxy.sessions import SessionLike, open_session
+from openai_proxy.sessions import open_session
 from openai_proxy.settings import ProxySettings
-from openai_proxy.templates import Templates
-from openai_proxy.textservice import TextLike, TextService
+from openai_proxy.textservice import TextService
 from openai_proxy.tokenize import TokenizeEndpoint
-
-log = logging.getLogger("openai_proxy")
-
-SessionFactory = Callable[[ProxySettings], SessionLike]
-TextFactory = Callable[[ProxySettings], TextLike]
 
 CHAT_PATH = "/v1/chat/completions"
 COMPLETIONS_PATH = "/v1/completions"
@@ -52,21 +47,22 @@ def create_app(
     settings: ProxySettings,
     session_factory: SessionFactory = open_session,
     text_factory: TextFactory = TextService,
+    catalogue_factory: CatalogueFactory = open_catalogue,
 ) -> FastAPI:
-    """The session is made and started with the application, in its event loop.
+    """The models and their sessions are made with the application, in its event loop.
 
-    The application accepts connections once the session is connected, so that a new worker beside
-    others refuses nobody; after CONNECT_SECONDS it does so anyway, and answers 503 until it is.
+    The application accepts connections once they are connected, so that a new worker beside others
+    refuses nobody; after CONNECT_SECONDS it does so anyway, and answers 503 until they are.
     """
     app = FastAPI(
         title="TridentLM", version=__version__, lifespan=_lifespan, redirect_slashes=False
     )
     app.state.settings = settings
-    app.state.session_factory = session_factory
-    app.state.text_factory = text_factory
+    app.state.open_models = partial(
+        Models, settings, session_factory, text_factory, catalogue_factory
+    )
     app.state.metrics = ProxyMetrics()
     app.state.ignored = IgnoredParameters()
-    app.state.templates = Templates(settings, lambda: app.state.text)
     app.state.responses = ResponseStore(settings)
     posts: dict[str, Callable[..., Any]] = {
         CHAT_PATH: GenerateEndpoint(parse_chat, settings, app.state),
@@ -98,22 +94,13 @@ def create_app(
 
 @asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
-    session: SessionLike = app.state.session_factory(app.state.settings)
-    app.state.session = session
-    app.state.text = app.state.text_factory(app.state.settings)
-    connecting = asyncio.create_task(_connect(session))
+    models: Models = app.state.open_models()
+    app.state.models = models
+    connecting = asyncio.create_task(models.connected())
     try:
         await asyncio.wait({connecting}, timeout=CONNECT_SECONDS)
         settle()
         yield
     finally:
         connecting.cancel()
-        await session.close()
-        await app.state.text.close()
-
-
-async def _connect(session: SessionLike) -> None:
-    try:
-        await session.start()
-    except TridentError as error:
-        log.warning("still trying to connect: %s", error)
+        await models.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,8 +17,10 @@ from openai_proxy.options import (
     ALONE_HELP,
     CONNECTION_HELP,
     ENGINE_HELP,
+    MODEL_FLAGS,
     PROXY_HELP,
     chosen,
+    model_choices,
     with_flags,
 )
 from openai_proxy.settings import ProxySettings
@@ -58,24 +61,30 @@ def serve(
     verbose: Annotated[bool, typer.Option("--verbose", help="Show all of Triton's log.")] = False,
     **flags: Any,
 ) -> None:
-    """Serve a model: Triton and the OpenAI API, until SIGTERM or Ctrl-C."""
+    """Serve a model, or several: Triton and the OpenAI API, until SIGTERM or Ctrl-C."""
     from tridentlm.hub import resolve_model
 
     from openai_proxy.launcher import Launcher
-    from openai_proxy.launchplan import ServeOptions
-    from openai_proxy.repository import engine_parameters, ready_repository
+    from openai_proxy.launchplan import ServeOptions, check_several
+    from openai_proxy.repository import engine_configs, ensembles, ready_repository
 
     if tp != 1:
         raise InvalidRequest("--tp: only 1 works in this version.", param="tp")
-    folder = (repository or ready_repository()).resolve()
     engine = chosen(EngineSettings, flags)
+    models = model_choices(engine)
+    if len(models) == 1:
+        engine |= {name: value for name, value in asdict(models[0]).items() if value}
+    elif repository is not None:
+        raise InvalidRequest("--repository names its models itself.", param="model")
+    folder = (repository or ready_repository(models)).resolve()
     environ = {PREFIX + "PORT": "8000", **os.environ}
     environ.update({PREFIX + name.upper(): str(value) for name, value in engine.items()})
-    settings = resolve_settings(engine_parameters(folder), environ)
+    settings = [resolve_settings(parameters, environ) for parameters in engine_configs(folder)]
     options = ServeOptions(
         environ=environ,
         proxy=ProxySettings.from_environment(environ, **chosen(ProxySettings, flags)),
-        settings=settings,
+        drain_seconds=max(each.drain_seconds for each in settings),
+        ensembles=ensembles(folder),
         repository=folder,
         triton_host=triton_host,
         http_port=http_port,
@@ -85,8 +94,12 @@ def serve(
     )
     logging.getLogger("tridentlm").addHandler(logging.StreamHandler())
     logging.getLogger("tridentlm").setLevel(logging.INFO)
-    files = resolve_model(settings)
-    say(f"model: {files.name} ({files.path})")
+    names: list[str] = []
+    for each in settings:
+        files = resolve_model(each)
+        names += (files.name, *each.served_names[1:])
+        say(f"model: {', '.join((files.name, *each.served_names[1:]))} ({files.path})")
+    check_several(settings, names)
     raise SystemExit(Launcher(options, say).run())
 
 
@@ -119,14 +132,15 @@ def chat(
 
     environ = {PREFIX + "TRITON": "127.0.0.1:8101", **os.environ}
     settings = ProxySettings.from_environment(environ, **chosen(ProxySettings, flags))
+    names = settings.engine_names()
     options = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
     sampling = {name: value for name, value in options.items() if value is not None}
     code = run_chat(
         settings.triton,
         system=system,
         sampling=sampling,
-        engine=settings.engine,
-        submit=settings.submit,
+        engine=names.engine,
+        submit=names.submit,
         tls=tls_options(settings),
     )
     raise SystemExit(code)
@@ -166,14 +180,14 @@ def triton(
 
 
 @app.command()
+@with_flags(("Models", EngineSettings, {name: ENGINE_HELP[name] for name in MODEL_FLAGS}))
 def repository(
-    directory: Annotated[Path, typer.Argument(help="New or empty folder.")],
-    model: Annotated[str, typer.Option(help="Model of the engine, as for `serve`.")] = "",
+    directory: Annotated[Path, typer.Argument(help="New or empty folder.")], **flags: Any
 ) -> None:
-    """Write the Triton model repository to DIRECTORY."""
+    """Write the Triton model repository to DIRECTORY, with an engine for every --model."""
     from openai_proxy.repository import write_repository
 
-    typer.echo(write_repository(directory, model))
+    typer.echo(write_repository(directory, model_choices(flags)))
 
 
 @app.command()

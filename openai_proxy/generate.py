@@ -21,13 +21,12 @@ from tridentlm_client import Stream
 from openai_proxy.answers import Answer, AnswerLike
 from openai_proxy.errors import SHUTDOWN, ClientGone
 from openai_proxy.exchange import Exchange, Headers
+from openai_proxy.models import Models
 from openai_proxy.parameters import IgnoredParameters
 from openai_proxy.protocol import Job
-from openai_proxy.sessions import SessionLike, require_ready
+from openai_proxy.sessions import SessionLike
 from openai_proxy.settings import ProxySettings
 from openai_proxy.sse import EventStream
-from openai_proxy.templates import Templates
-from openai_proxy.textservice import TextLike
 
 Parser = Callable[[Mapping[str, Any], str, ProxySettings], Job]
 
@@ -35,9 +34,7 @@ Parser = Callable[[Mapping[str, Any], str, ProxySettings], Job]
 class ProxyState(Protocol):
     """The part of the application's state that the endpoints share."""
 
-    session: SessionLike
-    text: TextLike
-    templates: Templates
+    models: Models
     ignored: IgnoredParameters
 
 
@@ -51,15 +48,15 @@ class GenerateEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange: Exchange = scope["exchange"]
-        session = self._state.session
         body = await exchange.read_json(self._settings.max_body_bytes)
-        model = require_ready(session)
-        job = await self._state.templates.prepare(self._parse(body, model, self._settings))
+        served = self._state.models.choose(body)
+        model = served.require_ready()
+        job = await served.templates.prepare(self._parse(body, model, self._settings))
         headers = self._state.ignored.headers(job.ignored)
         gone = asyncio.ensure_future(_wait_disconnect(exchange.receive))
         streams: list[Stream] = []
         try:
-            await _admit(session, job, gone, streams)
+            await _admit(served.session, job, gone, streams)
             await self._respond(exchange, job, streams, headers, gone)
         finally:
             gone.cancel()

@@ -20,7 +20,6 @@ from types import FrameType
 
 from openai_proxy.launchplan import (
     DRAIN_SLACK,
-    ENSEMBLES,
     LaunchFailure,
     ServeOptions,
     check_ports,
@@ -56,7 +55,7 @@ class Launcher:
         self._looked = 0.0
         reach = reachable(options.triton_host)
         self._admin = TritonAdmin(reach, options.http_port)
-        self._recovery = Recovery(self._admin, ENSEMBLES, say)
+        self._recovery = Recovery(self._admin, options.ensembles, say)
         self._proxy_url = f"http://{url_host(reachable(options.proxy.host))}:{options.proxy.port}"
 
     def run(self) -> int:
@@ -147,7 +146,7 @@ class Launcher:
         """The proxy first, so that its running requests find a living engine to the end."""
         self._say("draining: no new requests; a second signal ends at once")
         triton, proxy = self._families
-        until = time.monotonic() + self._options.settings.drain_seconds
+        until = time.monotonic() + self._options.drain_seconds
         self._end(proxy, until + DRAIN_SLACK)
         self._end(triton, max(until, time.monotonic()) + DRAIN_SLACK)
         self._say("stopped")

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from tridentlm.config import EngineSettings
-from tridentlm.errors import TridentError
+from tridentlm.errors import InvalidRequest, TridentError
 
 from openai_proxy.settings import ProxySettings
 
-ENSEMBLES = ("generate", "submit")
 DRAIN_SLACK = 6.0  # what Triton needs beyond the requests: it looks once a second
 NVIDIA_DEVICE = Path("/dev/nvidiactl")
 
@@ -24,20 +23,39 @@ class LaunchFailure(TridentError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeOptions:
-    """`environ`: of both children. `settings`: what the engine makes of it and the repository.
+    """`environ`: of both children. `ensembles`: the models of the repository to load.
 
     The proxy's `triton` and `triton_metrics` are made from the ports here.
     """
 
     environ: Mapping[str, str]
     proxy: ProxySettings
-    settings: EngineSettings
+    drain_seconds: float
+    ensembles: Sequence[str]
     repository: Path
     triton_host: str = "127.0.0.1"
     http_port: int = 8100
     grpc_port: int = 8101
     metrics_port: int = 8102
     verbose: bool = False
+
+
+def check_several(settings: Sequence[EngineSettings], names: Sequence[str]) -> None:
+    """Raises InvalidRequest when engines cannot share a GPU's memory, or have a name in common."""
+    twins = sorted({name for name in names if names.count(name) > 1})
+    if twins:
+        raise InvalidRequest(
+            f"Two models are called {', '.join(twins)}.", param="served_model_name"
+        )
+    if len(settings) < 2 or not NVIDIA_DEVICE.exists():
+        return
+    for each in settings:
+        if each.device != "cpu" and not (each.num_pages or each.kv_memory_gb):
+            raise InvalidRequest(
+                "Several models on GPUs need --kv-memory-gb or --num-pages: one engine alone "
+                "would take what is free.",
+                param="kv_memory_gb",
+            )
 
 
 def check_ports(options: ServeOptions) -> None:
@@ -75,9 +93,9 @@ def triton_arguments(options: ServeOptions) -> list[str]:
     return [
         f"--model-repository={options.repository}",
         "--model-control-mode=explicit",
-        *(f"--load-model={name}" for name in ENSEMBLES),
+        *(f"--load-model={name}" for name in options.ensembles),
         "--disable-auto-complete-config",
-        f"--exit-timeout-secs={math.ceil(options.settings.drain_seconds + DRAIN_SLACK)}",
+        f"--exit-timeout-secs={math.ceil(options.drain_seconds + DRAIN_SLACK)}",
         f"--http-address={host}",
         f"--http-port={options.http_port}",
         f"--grpc-address={host}",

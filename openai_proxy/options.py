@@ -2,6 +2,7 @@
 
 A field `max_model_len` of a settings class becomes the flag `--max-model-len` with the field's type
 and its default in the help. A flag that is not given is None: the environment then has its say.
+MODEL_FLAGS can be repeated, for several models.
 """
 
 from __future__ import annotations
@@ -9,15 +10,23 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
+from itertools import zip_longest
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from tridentlm.errors import InvalidRequest
+
+from openai_proxy.repository import ModelChoice
 
 KINDS: dict[str, type] = {"int": int, "float": float, "bool": bool, "str": str}
+MODEL_FLAGS = tuple(spec.name for spec in fields(ModelChoice))
 
 ENGINE_HELP = {
-    "model": "Hugging Face folder, .gguf file or Hub id; default: SmolLM2-135M-Instruct.",
-    "served_model_name": "Name of the model in the API; default: from the model.",
+    "model": "Hugging Face folder, .gguf file or Hub id, once for each model to serve; "
+    "default: SmolLM2-135M-Instruct.",
+    "served_model_name": "Name of the model in the API, with aliases after commas; default: from "
+    "the model. With several models once for each, in their order.",
     "tokenizer": "Folder of the tokenizer, when it is not the model's.",
     "device": "auto, cpu or cuda.",
     "dtype": "auto, float32, bfloat16 or float16.",
@@ -57,23 +66,24 @@ PROXY_HELP = {
     "timeout": "Seconds after which a request is ended, unless it says otherwise; 0: none.",
     "log_json": "Access log as JSON.",
     "trust_request_chat_template": "Let requests bring their own chat_template, a program.",
-    "tool_parser": "hermes, llama3_json, mistral, none: form of tool calls; default: by template.",
-    "reasoning_parser": "How thoughts are marked: think, none; default: by the chat template.",
+    "tool_parser": "hermes, llama3_json, mistral, none: form of tool calls; default: by template. "
+    "MODEL=FORMAT,...: for one of several models.",
+    "reasoning_parser": "How thoughts are marked: think, none; default: by the chat template. "
+    "MODEL=FORMAT,...: for one of several models.",
     "sse_keep_alive": "Seconds of silence after which a stream gets a comment; 0: never.",
     "max_stored_responses": "Answers of /v1/responses that are kept in memory; 0: none.",
     "cors_origins": "Origins that may call from a browser, comma separated; *: all.",
 }
 CONNECTION_HELP = {
     "triton": "HOST:PORT of Triton's gRPC.",
-    "engine": "Name of the engine model in Triton.",
-    "submit": "Name of the submit ensemble in Triton.",
-    "tokenizer_model": "Name of the tokenizer model in Triton.",
+    "engine": "Name of the only engine in Triton to use; default: every one that is found there.",
+    "submit": "Name of its submit ensemble; default: by the engine's name.",
+    "tokenizer_model": "Name of its tokenizer model; default: by the engine's name.",
     "tls": "TLS to Triton with the system's certificates.",
     "tls_ca": "PEM file with the authority that signed Triton's certificate.",
     "tls_cert": "PEM file with our certificate, for mutual TLS.",
     "tls_key": "PEM file with its key.",
 }
-
 
 Command = Callable[..., None]
 
@@ -104,6 +114,34 @@ def chosen(settings: type, given: Mapping[str, Any]) -> dict[str, Any]:
     return {name: given[name] for name in given if name in names and given[name] is not None}
 
 
+def model_choices(given: dict[str, Any]) -> list[ModelChoice]:
+    """Takes MODEL_FLAGS, lists, out of `given`: the models that they mean, at least one.
+
+    With one model every --served-model-name is one more name of it. Raises InvalidRequest when the
+    numbers do not match.
+    """
+    models, names, tokenizers = (list(given.pop(flag, None) or ()) for flag in MODEL_FLAGS)
+    if len(models) < 2:
+        names = [",".join(names)] if names else []
+    for flag, values in (("served_model_name", names), ("tokenizer", tokenizers)):
+        if len(values) not in (0, max(len(models), 1)):
+            raise InvalidRequest(
+                f"--{flag.replace('_', '-')} is given {len(values)} times for {len(models)} "
+                "models: give it once for each, in their order, or not at all.",
+                param=flag,
+            )
+    rows = list(zip_longest(models, names, tokenizers, fillvalue="")) or [("", "", "")]
+    if len(rows) > 1:
+        # The repository that is made of them is read from another place.
+        rows = [(_absolute(m), name, _absolute(t)) for m, name, t in rows]
+    return [ModelChoice(*row) for row in rows]
+
+
+def _absolute(path: str) -> str:
+    found = Path(path).expanduser()
+    return str(found.resolve()) if path and found.exists() else path
+
+
 def _flags(title: str, settings: type, helps: Mapping[str, str]) -> Iterator[inspect.Parameter]:
     known = {spec.name: spec for spec in fields(settings)}
     for name, text in helps.items():
@@ -112,7 +150,9 @@ def _flags(title: str, settings: type, helps: Mapping[str, str]) -> Iterator[ins
         option = typer.Option(
             "--" + name.replace("_", "-"), help=text + shown, rich_help_panel=title
         )
-        kind = KINDS[str(known[name].type)]
+        kind: Any = KINDS[str(known[name].type)]
+        if name in MODEL_FLAGS:
+            kind = list[kind]
         yield inspect.Parameter(
             name,
             inspect.Parameter.KEYWORD_ONLY,

@@ -13,7 +13,6 @@ from typing import Any
 from tridentlm.errors import (
     EngineDown,
     InvalidRequest,
-    ModelNotFound,
     RequestTimeout,
     TridentError,
 )
@@ -74,8 +73,7 @@ class Job:
 
 
 def parse_chat(body: Mapping[str, Any], served_model: str, settings: ProxySettings) -> Job:
-    """Raises InvalidRequest and ModelNotFound, with `param`."""
-    check_model(body, served_model)
+    """Raises InvalidRequest with `param`."""
     parameters.refuse_unbuilt(body, CHAT_FIELDS)
     messages = check_messages(body.get("messages"))
     tools = chat.tools_of(body)
@@ -90,8 +88,7 @@ def parse_chat(body: Mapping[str, Any], served_model: str, settings: ProxySettin
 
 
 def parse_completion(body: Mapping[str, Any], served_model: str, settings: ProxySettings) -> Job:
-    """Raises InvalidRequest and ModelNotFound, with `param`."""
-    check_model(body, served_model)
+    """Raises InvalidRequest with `param`."""
     parameters.refuse_unbuilt(body, COMPLETION_FIELDS)
     sampling = parameters.sampling_of(body, COMPLETION_MAX_TOKENS, settings.timeout)
     with_ids = parameters.flag(body, "return_token_ids")
@@ -105,22 +102,6 @@ def parse_completion(body: Mapping[str, Any], served_model: str, settings: Proxy
         for prompt in _prompts(body.get("prompt"))
     ]
     return _job(body, served_model, submissions, COMPLETION_FIELDS)
-
-
-def check_model(body: Mapping[str, Any], served: str) -> None:
-    name = body.get("model")
-    if name is None or name == served:
-        return
-    if not isinstance(name, str):
-        raise InvalidRequest("model must be a string.", param="model")
-    raise unknown_model(name, served)
-
-
-def unknown_model(name: str, served: str) -> ModelNotFound:
-    hint = " LoRA adapters are not supported." if name.startswith(served + ":") else ""
-    return ModelNotFound(
-        f"The model {name!r} does not exist; this server serves {served!r}.{hint}", param="model"
-    )
 
 
 def _job(

@@ -20,15 +20,14 @@ from openai_proxy.answers import usage_of
 from openai_proxy.chunks import DONE
 from openai_proxy.errors import error_body
 from openai_proxy.generate import GenerateEndpoint, ProxyState
-from openai_proxy.protocol import Job, check_model
+from openai_proxy.protocol import Job
 from openai_proxy.settings import ProxySettings
 
 FIELDS = parameters.SAMPLING | {"model", "text_input", "prompt", "stream"}
 
 
 def parse_generate(body: Mapping[str, Any], model: str, settings: ProxySettings) -> Job:
-    """Raises InvalidRequest and ModelNotFound. It streams unless `stream` is false."""
-    check_model(body, model)
+    """Raises InvalidRequest. It streams unless `stream` is false."""
     parameters.refuse_unbuilt(body, FIELDS)
     name = "prompt" if body.get("text_input") is None else "text_input"
     if not isinstance(body.get(name), str):

@@ -12,8 +12,8 @@ from tridentlm import __version__
 from tridentlm.errors import EngineDown, InvalidRequest
 
 from openai_proxy.metrics import ProxyMetrics, readiness_text
-from openai_proxy.protocol import unknown_model
-from openai_proxy.sessions import SessionLike, served_model, unready_reason
+from openai_proxy.models import Models, ServedModel
+from openai_proxy.sessions import NO_CONNECTION
 from openai_proxy.settings import ProxySettings
 
 log = logging.getLogger("openai_proxy")
@@ -23,35 +23,34 @@ _SCRAPE_SECONDS = 2.0
 _EXPOSITION = "text/plain; version=0.0.4; charset=utf-8"
 
 
-def _session(request: Request) -> SessionLike:
-    session: SessionLike = request.app.state.session
-    return session
+def _models(request: Request) -> Models:
+    models: Models = request.app.state.models
+    return models
 
 
-def _model(request: Request) -> dict[str, Any]:
-    session = _session(request)
-    name = served_model(session)
+def _describe(request: Request, model: ServedModel, name: str) -> dict[str, Any]:
     settings: ProxySettings = request.app.state.settings
     return {
         "id": name,
         "object": "model",
         "created": settings.started,
         "owned_by": "tridentlm",
-        "max_model_len": (session.status or {}).get("max_model_len"),
+        "max_model_len": model.status.get("max_model_len"),
     }
 
 
 @router.get("/v1/models")
 async def list_models(request: Request) -> dict[str, Any]:
-    return {"object": "list", "data": [_model(request)]}
+    """Every name that a request's `model` may have, aliases too."""
+    data = [_describe(request, m, name) for m in _models(request) for name in m.names]
+    if not data:
+        raise EngineDown(NO_CONNECTION)
+    return {"object": "list", "data": data}
 
 
 @router.get("/v1/models/{model_id:path}")
 async def get_model(request: Request, model_id: str) -> dict[str, Any]:
-    model = _model(request)
-    if model["id"] != model_id:
-        raise unknown_model(model_id, model["id"])
-    return model
+    return _describe(request, _models(request).find(model_id), model_id)
 
 
 @router.post("/v1/embeddings")
@@ -70,18 +69,27 @@ async def live() -> dict[str, str]:
 
 @router.get("/health")
 @router.get("/health/ready")
-async def ready(request: Request) -> dict[str, str]:
-    """The engine is connected, up and takes requests; else 503 with the reason."""
-    reason = unready_reason(_session(request))
-    if reason is not None:
-        raise EngineDown(reason)
-    return {"status": "ready"}
+async def ready(request: Request) -> dict[str, Any]:
+    """A model can be asked; else 503 with the reasons. With several models it says which can."""
+    models = list(_models(request))
+    reasons = {_title(model): model.unready_reason for model in models}
+    if len(models) == 1 and None in reasons.values():
+        return {"status": "ready"}
+    if None not in reasons.values():
+        told = [f"{name}: {reason}" for name, reason in reasons.items()] if len(models) > 1 else []
+        raise EngineDown(" ".join(told) or next(iter(reasons.values()), None) or NO_CONNECTION)
+    status = "degraded" if any(reasons.values()) else "ready"
+    return {"status": status, "models": {name: r or "ready" for name, r in reasons.items()}}
+
+
+def _title(model: ServedModel) -> str:
+    return next(iter(model.names), model.engine)
 
 
 @router.get("/version")
 async def version(request: Request) -> dict[str, Any]:
-    status = _session(request).status or {}
-    return {"version": __version__, "engine_version": status.get("version")}
+    versions = {model.status.get("version") for model in _models(request)}
+    return {"version": __version__, "engine_version": next(iter(versions), None)}
 
 
 @router.get("/metrics")
@@ -91,7 +99,7 @@ async def metrics(request: Request) -> Response:
     settings: ProxySettings = state.settings
     own: ProxyMetrics = state.metrics
     triton = await _scrape(settings.triton_metrics) if settings.triton_metrics else b""
-    ready = unready_reason(_session(request)) is None
+    ready = any(model.unready_reason is None for model in _models(request))
     return Response(triton + readiness_text(triton, ready) + own.render(), media_type=_EXPOSITION)
 
 

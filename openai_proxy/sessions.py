@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from tridentlm.errors import EngineDown, TridentError
+from tridentlm.errors import TridentError
 from tridentlm_client import Session, Stream, Submission, TlsOptions
 
 from openai_proxy.settings import ProxySettings
@@ -27,9 +27,13 @@ class SessionLike(Protocol):
     async def submit(self, submissions: Sequence[Submission]) -> list[Stream | TridentError]: ...
 
 
+NO_CONNECTION = "There is no connection to Triton yet."
+
+
 def open_session(settings: ProxySettings) -> Session:
     tls = tls_options(settings)
-    return Session(settings.triton, engine=settings.engine, submit=settings.submit, tls=tls)
+    names = settings.engine_names()
+    return Session(settings.triton, engine=names.engine, submit=names.submit, tls=tls)
 
 
 def tls_options(settings: ProxySettings) -> TlsOptions | None:
@@ -49,24 +53,9 @@ def unready_reason(session: SessionLike) -> str | None:
     if session.ready and status is not None:
         return None
     if status is None:
-        return "There is no connection to Triton yet."
+        return NO_CONNECTION
     if status.get("draining"):
         return "The server is shutting down."
     if not status.get("up"):
         return "The engine process is not running; it is being started again."
     return "The connection to Triton is lost; it is being made again."
-
-
-def require_ready(session: SessionLike) -> str:
-    """The served model's name. Raises EngineDown with the reason when it is not served now."""
-    reason = unready_reason(session)
-    if reason is not None:
-        raise EngineDown(reason)
-    return served_model(session)
-
-
-def served_model(session: SessionLike) -> str:
-    """The model's name as last heard. Raises EngineDown before the first word from the engine."""
-    if session.status is None:
-        raise EngineDown("There is no connection to Triton yet.")
-    return str(session.status["model"])

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 from tridentlm.errors import InvalidRequest
@@ -18,15 +18,25 @@ PREFIXES = ("TRIDENTLM_PROXY_", "TRIDENTLM_")
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
+class EngineNames(NamedTuple):
+    """One engine in Triton and what stands in front of it."""
+
+    engine: str
+    submit: str
+    tokenizer: str
+
+
 @dataclass(frozen=True, slots=True)
 class ProxySettings:
     """`triton`: HOST:PORT of Triton's gRPC. `triton_metrics`: URL of its metrics ("": not merged).
 
     `timeout` (seconds, 0: none) is for requests that name no timeout of their own. `drain_seconds`:
     how long running requests may go on after SIGTERM. `tls_*` are PEM files for the way to Triton;
-    any of them turns TLS on. `tool_parser` and `reasoning_parser` name formats ("": from the chat
-    template). `sse_keep_alive`: seconds of silence, 0 for never. `cors_origins`: comma separated,
-    "*" for all. `started`: unix time, the models' `created`, the same in all workers.
+    any of them turns TLS on. `engine`: the only engine to use ("": every one that Triton has);
+    `submit` and `tokenizer_model` go with it ("": by its name). `tool_parser` and
+    `reasoning_parser`: FORMAT or MODEL=FORMAT, comma separated ("": from the chat template).
+    `sse_keep_alive`: seconds of silence, 0 for never. `cors_origins`: comma separated, "*" for all.
+    `started`: unix time, the models' `created`, the same in all workers.
     """
 
     triton: str = "127.0.0.1:8001"
@@ -39,9 +49,9 @@ class ProxySettings:
     timeout: float = 0.0
     drain_seconds: float = 20.0
     log_json: bool = False
-    engine: str = "engine"
-    submit: str = "submit"
-    tokenizer_model: str = "tokenizer"
+    engine: str = ""
+    submit: str = ""
+    tokenizer_model: str = ""
     trust_request_chat_template: bool = False
     tool_parser: str = ""
     reasoning_parser: str = ""
@@ -63,9 +73,10 @@ class ProxySettings:
             if getattr(self, name) < 0:
                 raise InvalidRequest(f"{name} must not be negative.", param=name)
         for name, known in (("tool_parser", TOOL_FORMATS), ("reasoning_parser", THOUGHT_FORMATS)):
-            if getattr(self, name) not in known:
-                names = ", ".join(filter(None, known))
-                raise InvalidRequest(f"{name} must be one of {names}.", param=name)
+            for part in getattr(self, name).split(","):
+                if part.rpartition("=")[2].strip() not in known:
+                    names = ", ".join(filter(None, known))
+                    raise InvalidRequest(f"{name} must be one of {names}.", param=name)
         if bool(self.tls_cert) != bool(self.tls_key):
             raise InvalidRequest("tls_cert and tls_key go together.", param="tls_cert")
         for name in ("tls_ca", "tls_cert", "tls_key"):
@@ -80,6 +91,19 @@ class ProxySettings:
     @property
     def uses_tls(self) -> bool:
         return self.tls or bool(self.tls_ca or self.tls_cert)
+
+    def engine_names(self) -> EngineNames:
+        """The names of the engine that is set, or of a repository's first one."""
+        engine = self.engine or "engine"
+        prefix = engine.removesuffix("engine")
+        return EngineNames(
+            engine, self.submit or f"{prefix}submit", self.tokenizer_model or f"{prefix}tokenizer"
+        )
+
+    def for_engine(self, names: EngineNames) -> ProxySettings:
+        return replace(
+            self, engine=names.engine, submit=names.submit, tokenizer_model=names.tokenizer
+        )
 
     def to_json(self) -> str:
         """For a worker process; `from_json` reads it back."""
@@ -114,6 +138,18 @@ class ProxySettings:
                     f"{spec.name} must be of type {spec.type}, got {text!r}.", param=spec.name
                 ) from None
         return cls(**values)
+
+
+def format_for(choices: str, model: str) -> str:
+    """What `tool_parser` or `reasoning_parser` says for one model; "": nothing."""
+    general = ""
+    for part in choices.split(","):
+        name, given, kind = (text.strip() for text in part.rpartition("="))
+        if given and name == model:
+            return kind
+        if not given:
+            general = kind
+    return general
 
 
 def _boolean(text: str) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +12,7 @@ from tridentlm.errors import InvalidRequest
 from openai_proxy.output import OutputFormat
 from openai_proxy.protocol import Job
 from openai_proxy.reasoning import leaves_open, reasoning_for_template
-from openai_proxy.settings import ProxySettings
+from openai_proxy.settings import ProxySettings, format_for
 from openai_proxy.textservice import TextLike
 from openai_proxy.tools import TOOL_PARSERS, parser_for_template
 
@@ -31,9 +31,9 @@ class TemplateInfo:
 
 
 class Templates:
-    """Asks the tokenizer once for each model and set of template arguments."""
+    """Asks an engine's tokenizer once for each model and set of template arguments."""
 
-    def __init__(self, settings: ProxySettings, text: Callable[[], TextLike]) -> None:
+    def __init__(self, settings: ProxySettings, text: TextLike) -> None:
         self._settings = settings
         self._text = text
         self._known: dict[tuple[str, bytes], TemplateInfo] = {}
@@ -91,17 +91,18 @@ class Templates:
             ) from None
         info = self._known.get(key)
         if info is None:
-            info = self._derive(await self._text().ask("describe", asked))
+            info = self._derive(model, await self._text.ask("describe", asked))
             if len(self._known) >= MAX_KEPT:
                 self._known.clear()
             if len(key[1]) <= MAX_KEY_BYTES:
                 self._known[key] = info
         return info
 
-    def _derive(self, found: Mapping[str, Any]) -> TemplateInfo:
+    def _derive(self, model: str, found: Mapping[str, Any]) -> TemplateInfo:
         template = found["chat_template"] or ""
-        tool_parser = self._settings.tool_parser or parser_for_template(template)
-        thinks = self._settings.reasoning_parser or (
+        settings = self._settings
+        tool_parser = format_for(settings.tool_parser, model) or parser_for_template(template)
+        thinks = format_for(settings.reasoning_parser, model) or (
             "think" if reasoning_for_template(template) else "none"
         )
         return TemplateInfo(

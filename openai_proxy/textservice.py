@@ -31,7 +31,7 @@ class TextService:
 
     def __init__(self, settings: ProxySettings) -> None:
         tls = tls_options(settings)
-        self._model = settings.tokenizer_model
+        self._model = settings.engine_names().tokenizer
         self._target = settings.triton
         self._credentials = None if tls is None else tls.credentials()
         self._ending: set[asyncio.Task[None]] = set()

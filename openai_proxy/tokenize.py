@@ -13,8 +13,7 @@ from tridentlm.text.messages import check_messages
 from openai_proxy import chat, parameters
 from openai_proxy.exchange import Exchange
 from openai_proxy.generate import ProxyState
-from openai_proxy.protocol import check_model
-from openai_proxy.sessions import served_model
+from openai_proxy.models import ServedModel
 from openai_proxy.settings import ProxySettings
 
 TOKENIZE_FIELDS = chat.FIELDS | {
@@ -38,26 +37,26 @@ class TokenizeEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange: Exchange = scope["exchange"]
         body = await exchange.read_json(self._settings.max_body_bytes)
-        model = served_model(self._state.session)
-        parse = parse_detokenize if self._detokenize else parse_tokenize
-        asked = parse(body, model, self._settings)
-        fields = DETOKENIZE_FIELDS if self._detokenize else TOKENIZE_FIELDS
+        served = self._state.models.choose(body)
+        if self._detokenize:
+            fields = DETOKENIZE_FIELDS
+            answer = await served.text.ask("detokenize", parse_detokenize(body))
+        else:
+            fields = TOKENIZE_FIELDS
+            asked = parse_tokenize(body, self._settings)
+            answer = _counted(await served.text.ask("tokenize", asked), served)
         ignored = parameters.unknown_fields(body, fields)
-        op = "detokenize" if self._detokenize else "tokenize"
-        answer = await self._state.text.ask(op, asked)
-        if not self._detokenize:
-            answer = self._counted(answer)
         await exchange.reply(orjson.dumps(answer), self._state.ignored.headers(ignored))
 
-    def _counted(self, answer: dict[str, Any]) -> dict[str, Any]:
-        status = self._state.session.status or {}
-        counts = {"count": len(answer["tokens"]), "max_model_len": status.get("max_model_len")}
-        return {**counts, "tokens": answer["tokens"], "token_strs": answer.get("token_strs")}
+
+def _counted(answer: dict[str, Any], served: ServedModel) -> dict[str, Any]:
+    longest = served.status.get("max_model_len")
+    counts = {"count": len(answer["tokens"]), "max_model_len": longest}
+    return {**counts, "tokens": answer["tokens"], "token_strs": answer.get("token_strs")}
 
 
-def parse_tokenize(body: Mapping[str, Any], model: str, settings: ProxySettings) -> dict[str, Any]:
-    """What to ask the tokenizer. Raises InvalidRequest and ModelNotFound."""
-    check_model(body, model)
+def parse_tokenize(body: Mapping[str, Any], settings: ProxySettings) -> dict[str, Any]:
+    """What to ask the tokenizer. Raises InvalidRequest."""
     if (body.get("prompt") is None) == (body.get("messages") is None):
         raise InvalidRequest("Give exactly one of prompt and messages.", param="prompt")
     asked: dict[str, Any] = {"return_token_strs": parameters.flag(body, "return_token_strs")}
@@ -79,11 +78,8 @@ def parse_tokenize(body: Mapping[str, Any], model: str, settings: ProxySettings)
     }
 
 
-def parse_detokenize(
-    body: Mapping[str, Any], model: str, settings: ProxySettings
-) -> dict[str, Any]:
-    """What to ask the tokenizer. Raises InvalidRequest and ModelNotFound."""
-    check_model(body, model)
+def parse_detokenize(body: Mapping[str, Any]) -> dict[str, Any]:
+    """What to ask the tokenizer. Raises InvalidRequest."""
     tokens = body.get("tokens")
     if not isinstance(tokens, list) or any(type(i) is not int or i < 0 for i in tokens):
         raise InvalidRequest("tokens must be a list of token ids.", param="tokens")

@@ -13,12 +13,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import uvicorn
+from fastapi import FastAPI
 from tridentlm.errors import TridentError
 from tridentlm_client import Delta, End, Stream, Submission
 
 from openai_proxy.app import create_app
 from openai_proxy.serve import server_config
-from openai_proxy.settings import ProxySettings
+from openai_proxy.settings import EngineNames, ProxySettings
 
 MODEL = "org/tiny-model"
 FOREVER = 3600.0
@@ -115,6 +116,19 @@ class FakeText:
         pass
 
 
+class FakeCatalogue:
+    """What Triton lists; engines may come and go."""
+
+    def __init__(self, *engines: str) -> None:
+        self.engines = list(engines)
+
+    async def find(self) -> list[EngineNames]:
+        return [EngineNames(name, f"{name}-submit", f"{name}-text") for name in self.engines]
+
+    async def close(self) -> None:
+        pass
+
+
 async def _play(stream: Stream, steps: Sequence[Delta | End | float]) -> None:
     await asyncio.sleep(0.005)
     for step in steps:
@@ -142,7 +156,18 @@ class Proxy:
 @contextmanager
 def running_proxy(**settings: Any) -> Iterator[Proxy]:
     session, text = FakeSession(), FakeText()
-    app = create_app(ProxySettings(**settings), lambda _: session, lambda _: text)
+    catalogue = FakeCatalogue("engine")
+    app = create_app(
+        ProxySettings(**settings), lambda _: session, lambda _: text, lambda _: catalogue
+    )
+    with running_app(app) as (url, server):
+        yield Proxy(url, session, text, server)
+    assert session.closed, "the session was left open"
+
+
+@contextmanager
+def running_app(app: FastAPI) -> Iterator[tuple[str, uvicorn.Server]]:
+    """The application on a real server, in a thread of its own."""
     config = server_config(app, app.state.settings)
     server = uvicorn.Server(config)
     listener = socket.create_server(("127.0.0.1", 0))
@@ -151,12 +176,11 @@ def running_proxy(**settings: Any) -> Iterator[Proxy]:
     thread.start()
     try:
         eventually(lambda: server.started)
-        yield Proxy(f"http://127.0.0.1:{port}", session, text, server)
+        yield f"http://127.0.0.1:{port}", server
     finally:
         server.should_exit = True
         thread.join(10)
         assert not thread.is_alive(), "the server did not stop"
-        assert session.closed, "the session was left open"
 
 
 def eventually(condition: Callable[[], object], seconds: float = 5.0) -> None:

@@ -1,18 +1,24 @@
 """Settings of the engine, each from a flag, else TRIDENTLM_<NAME>, else config.pbtxt, else default.
 
-The launcher hands its flags on as environment variables, so one function resolves all four.
+The launcher hands its flags on as environment variables, so one function resolves all four. In a
+repository of several models each engine's config.pbtxt has `precedence` = `config`: what it says
+goes before the environment, which all engines share.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 from tridentlm.errors import InvalidRequest
 
 PREFIX = "TRIDENTLM_"
+PRECEDENCE, OWN_FIRST = "precedence", "config"
+_PARAMETER = re.compile(r'key:\s*"(\w+)"\s*value:?\s*\{\s*string_value:\s*"((?:[^"\\]|\\.)*)"')
 _NOT_NEGATIVE = (
     "num_pages",
     "max_model_len",
@@ -25,7 +31,10 @@ _NOT_NEGATIVE = (
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """`model` "": the bundled default. A size of 0: chosen from the model and the hardware."""
+    """`model` "": the bundled default. A size of 0: chosen from the model and the hardware.
+
+    `served_model_name`: comma separated; the first is the model's name, the others its aliases.
+    """
 
     model: str = ""
     served_model_name: str = ""
@@ -35,6 +44,7 @@ class EngineSettings:
     kv_dtype: str = "auto"
     load_format: str = "auto"
     backend: str = "auto"
+    tp: int = 1
     page_size: int = 0
     num_pages: int = 0
     kv_memory_gb: float = 0.0
@@ -76,8 +86,17 @@ class EngineSettings:
             )
         if not 0 < self.session_share <= 1:
             raise InvalidRequest("session_share must be in (0, 1].", param="session_share")
+        if self.tp < 1 or (self.tp > 1 and self.runner == "simulated"):
+            raise InvalidRequest(
+                "tp must be at least 1, and is 1 for the simulated runner.", param="tp"
+            )
         if self.max_running < 1:
             raise InvalidRequest("max_running must be at least 1.", param="max_running")
+
+    @property
+    def served_names(self) -> tuple[str, ...]:
+        names = (name.strip() for name in self.served_model_name.split(","))
+        return tuple(filter(None, names))
 
 
 def _one_of(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
@@ -89,15 +108,18 @@ def _one_of(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
 def resolve_settings(
     parameters: Mapping[str, str] | None = None, environ: Mapping[str, str] | None = None
 ) -> EngineSettings:
-    """Reads every setting from `environ` (default os.environ), then `parameters` of config.pbtxt.
+    """Reads every setting from `environ` (default os.environ), then `parameters` of config.pbtxt;
+    the other way round when the parameters say so.
 
     Raises InvalidRequest for a value of the wrong type or range, naming the setting.
     """
     environ = os.environ if environ is None else environ
     parameters = parameters or {}
+    own_first = parameters.get(PRECEDENCE) == OWN_FIRST
     values: dict[str, Any] = {}
     for spec in fields(EngineSettings):
-        text = environ.get(PREFIX + spec.name.upper()) or parameters.get(spec.name, "")
+        places = [environ.get(PREFIX + spec.name.upper()), parameters.get(spec.name)]
+        text = next(filter(None, reversed(places) if own_first else places), "")
         if text == "":
             continue
         kind: Any = type(spec.default)
@@ -108,3 +130,10 @@ def resolve_settings(
                 f"{spec.name} must be of type {kind.__name__}, got {text!r}.", param=spec.name
             ) from None
     return EngineSettings(**values)
+
+
+def read_parameters(config: Path) -> dict[str, str]:
+    """The text parameters of a config.pbtxt."""
+    lines = config.read_text().splitlines()
+    found = _PARAMETER.findall("\n".join(x for x in lines if not x.lstrip().startswith("#")))
+    return {name: re.sub(r"\\(.)", r"\1", value) for name, value in found}

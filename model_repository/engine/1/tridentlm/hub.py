@@ -70,7 +70,7 @@ def resolve_model(settings: EngineSettings) -> ModelFiles:
     return ModelFiles(
         kind="hf" if path.is_dir() else "gguf",
         path=path,
-        name=settings.served_model_name or name,
+        name=next(iter(settings.served_names), name),
         tokenizer_path=_locate(settings.tokenizer, "tokenizer") if settings.tokenizer else path,
     )
 

@@ -25,6 +25,7 @@ from tridentlm.errors import EngineDown, InvalidRequest, Overloaded, TridentErro
 from tridentlm.protocol import VERSION
 from tridentlm.streams import Outlet, TextStream
 from tridentlm.text import Tokenizer
+from tridentlm.tokenlog import TokenLog
 from tridentlm.triton.ledger import Key, Ledger
 from tridentlm.triton.metrics import Metrics
 from tridentlm.triton.plain import PlainRequest, PlainResponder, PlainSender
@@ -163,6 +164,7 @@ class Broker:
             "protocol": VERSION,
             "version": __version__,
             "model": self._model,
+            "aliases": self._settings.served_names[1:],
             "up": self._process.up,
             "draining": self._pump.draining,
             "sessions": len(self._ledger.sessions()),
@@ -202,6 +204,8 @@ class Broker:
             self._tokenizer.detokenizer(params.skip_special_tokens),
             arrived=time.monotonic(),
             keep_ids=keep_ids,
+            echo=prompt.tolist() if params.echo else (),
+            log=TokenLog.of(params, prompt.tolist(), self._tokenizer.texts),
         )
         self._ledger.enter(key, stream)
         return request, stream

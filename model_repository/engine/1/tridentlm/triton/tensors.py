@@ -16,6 +16,7 @@ import orjson
 import triton_python_backend_utils as pb_utils
 
 import tridentlm
+from tridentlm.config import read_parameters
 from tridentlm.errors import InternalError, InvalidRequest, TridentError
 
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
@@ -83,6 +84,13 @@ def config_parameters(args: dict[str, str]) -> dict[str, str]:
     """The `parameters` of the model's config.pbtxt."""
     entries = json.loads(args["model_config"]).get("parameters", {})
     return {name: entry["string_value"] for name, entry in entries.items()}
+
+
+def engine_parameters(args: dict[str, str]) -> dict[str, str]:
+    """The parameters of the engine that this model works for, which tell what model it runs."""
+    engine = config_parameters(args).get("engine", "engine")
+    config = Path(args["model_repository"]).parent / engine / "config.pbtxt"
+    return read_parameters(config) if config.is_file() else {}
 
 
 def check_package_version(model_file: Path) -> None:

@@ -79,7 +79,7 @@ class TritonPythonModel:
 
         exit_with_server()
         tensors.check_package_version(Path(args["model_repository"]) / args["model_version"] / "x")
-        settings = resolve_settings(tensors.config_parameters(args))
+        settings = resolve_settings(tensors.engine_parameters(args))
         self._tokenizer = Tokenizer.load(resolve_model(settings))
         self._ops = TextOps(self._tokenizer)
         settle()
