@@ -11,7 +11,8 @@ from tridentlm.backends.base import KVCache
 from tridentlm.backends.torch import TorchBackend
 from tridentlm.core.plan import StepPlan
 from tridentlm.hub import ModelFiles
-from tridentlm.models import weights
+from tridentlm.models import loading
+from tridentlm.models.checkpoint import SafetensorsFolder
 from tridentlm.models.config import ModelConfig
 from tridentlm.models.decoder import Decoder
 
@@ -67,8 +68,8 @@ class Reference:
 
 def load(folder: Path) -> Decoder:
     config = ModelConfig.from_folder(folder)
-    tensors = weights.safetensors(folder)
-    return Decoder(config, weights.merge(config, tensors, torch.float32, torch.device("cpu")))
+    weights = loading.load(config, SafetensorsFolder(folder), torch.float32, torch.device("cpu"))
+    return Decoder(config, weights)
 
 
 def reference(folder: Path) -> Reference:

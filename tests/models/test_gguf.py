@@ -10,7 +10,7 @@ import transformers
 from safetensors.torch import load_file
 from tridentlm import hub
 from tridentlm.errors import InvalidRequest, ModelNotFound
-from tridentlm.models import weights
+from tridentlm.models import loading
 from tridentlm.models.decoder import Decoder
 from tridentlm.models.gguf import GGUFModel
 
@@ -71,8 +71,8 @@ def write_gguf(tiny: Reference, path: Path, quantize: bool = False) -> Path:
 
 def load(path: Path) -> Engine:
     model = GGUFModel(path)
-    merged = weights.merge(model.config, model.tensors(), torch.float32, torch.device("cpu"))
-    return Engine(Decoder(model.config, merged))
+    weights = loading.load(model.config, model, torch.float32, torch.device("cpu"))
+    return Engine(Decoder(model.config, weights))
 
 
 PROMPT = list(range(40, 60))

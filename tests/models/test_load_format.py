@@ -11,7 +11,7 @@ from tridentlm.config import EngineSettings
 from tridentlm.eager import profile_plan
 from tridentlm.errors import InvalidRequest
 from tridentlm.hub import ModelFiles
-from tridentlm.models import weights
+from tridentlm.models import loading, weights
 from tridentlm.models.config import ModelConfig
 from tridentlm.models.rotary import rotary_frequencies, rotary_table
 from tridentlm.runner import ModelRunner
@@ -45,12 +45,14 @@ def test_dummy_weights_need_a_config_alone_and_are_the_same_each_time(bare: Mode
 
 def test_dummy_weights_have_the_layout_of_real_ones_and_are_finite(bare: ModelFiles) -> None:
     config = ModelConfig.from_folder(bare.path)
-    tensors = dict(weights.dummy(config, torch.bfloat16, CPU))
-    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == {
+    dummy = loading.dummy(config, torch.bfloat16, CPU)
+    assert {name: stored.shape for name, stored in dummy.tensors.items()} == {
         part.name: part.shape for parts in weights.layout(config).values() for part in parts
     }
-    assert all(tensor.isfinite().all() for tensor in tensors.values())
-    assert tensors["model.norm.weight"].eq(1).all()
+    made = loading.load(config, dummy, torch.bfloat16, CPU)
+    assert all(tensor.isfinite().all() for tensor in made.values())
+    assert made["norm"].eq(1).all()
+    assert made["layers.0.down.weight"].float().std() == pytest.approx(0.02, rel=0.1)
 
 
 def test_dummy_weights_for_a_gguf_file_are_refused(bare: ModelFiles) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Protocol
 
@@ -19,7 +18,8 @@ from tridentlm.eager import PendingTokens, TorchExecutor, profile_plan
 from tridentlm.errors import InvalidRequest
 from tridentlm.hub import ModelFiles
 from tridentlm.memory import GIB, resolve_limits
-from tridentlm.models import weights
+from tridentlm.models import loading
+from tridentlm.models.checkpoint import Checkpoint, SafetensorsFolder
 from tridentlm.models.config import ModelConfig
 from tridentlm.models.decoder import Decoder
 from tridentlm.models.eos import eos_token_ids
@@ -51,11 +51,11 @@ class ModelRunner:
         self.startup_seconds: dict[str, float] = {}
         self._stage_started = time.monotonic()
         logger.info("Loading %s on %s in %s", files.name, self.device, self.dtype)
-        config, tensors = self._open(settings, files)
+        config, checkpoint = self._open(settings, files)
         self.backend = _backend(settings, config, self._dtype, self._device)
         self._kv_dtype = _kv_dtype(settings, self.backend, self._dtype)
         with torch.inference_mode():
-            merged = weights.merge(config, tensors, self._dtype, self._device)
+            merged = loading.load(config, checkpoint, self._dtype, self._device)
             self._decoder = Decoder(config, merged, self._ops())
         self.eos_token_ids = config.eos_token_ids
         for folder in {files.path, files.tokenizer_path}:
@@ -150,7 +150,7 @@ class ModelRunner:
 
     def _open(
         self, settings: EngineSettings, files: ModelFiles
-    ) -> tuple[ModelConfig, Iterator[tuple[str, torch.Tensor]]]:
+    ) -> tuple[ModelConfig, Checkpoint]:
         is_dummy = settings.load_format == "dummy"
         if files.kind == "gguf":
             if is_dummy:
@@ -158,11 +158,11 @@ class ModelRunner:
                     "load_format 'dummy' takes a folder with a config.json.", param="load_format"
                 )
             model = GGUFModel(files.path)
-            return model.config, model.tensors()
+            return model.config, model
         config = ModelConfig.from_folder(files.path)
         if is_dummy:
-            return config, weights.dummy(config, self._dtype, self._device)
-        return config, weights.safetensors(files.path)
+            return config, loading.dummy(config, self._dtype, self._device)
+        return config, SafetensorsFolder(files.path)
 
     def _ops(self) -> Ops:
         if self.backend == "torch":

@@ -10,6 +10,7 @@ from typing import Any
 
 from tridentlm.errors import InvalidRequest, ModelNotFound
 from tridentlm.models.families import Family, family_of, gguf_family
+from tridentlm.models.quant import Quantization
 from tridentlm.models.rope import Rope
 
 Shape = tuple[int, ...]
@@ -17,7 +18,6 @@ Shape = tuple[int, ...]
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
     "mlp_bias": (False,),
-    "quantization_config": (),
     "attn_logit_softcapping": (),
     "final_logit_softcapping": (),
     "query_pre_attn_scalar": (),
@@ -89,6 +89,7 @@ class ModelConfig:
     experts: Experts | None
     is_wrapped: bool
     eos_token_ids: frozenset[int]
+    quantization: Quantization | None = None
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads or self.head_dim % 2:
@@ -152,6 +153,7 @@ class ModelConfig:
             experts=_experts(values, layers) if family.has_experts else None,
             is_wrapped=is_wrapped,
             eos_token_ids=token_ids(values.get("eos_token_id")),
+            quantization=Quantization.from_hf(values.get("quantization_config")),
         )
 
     @classmethod

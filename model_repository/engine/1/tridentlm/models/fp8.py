@@ -1,0 +1,113 @@
+"""Products with FP8 (e4m3) weights: one scale per output, one per row of the input.
+
+x [T, in] -> x8 = round(x / xs), xs [T, 1]          weight ~ w8 * ws, w8 [out, in], ws [out]
+y = (x8 @ w8.T) * xs * ws
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, MutableMapping
+
+import torch
+
+from tridentlm.models.linear import Linear, Product
+
+E4M3 = torch.float8_e4m3fn
+LARGEST = torch.finfo(E4M3).max
+SMALLEST_SCALE = 1e-12
+MULTIPLE = 16
+CAPABILITY = (8, 9)
+"""The first CUDA architecture with FP8 products; their sizes are multiples of `MULTIPLE`."""
+
+
+def quantize_rows(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rounds each row of `values` [n, m] by a scale of its own: e4m3 [n, m] and float32 [n]."""
+    values = values.float()
+    scales = values.abs().amax(1).div_(LARGEST).clamp_(min=SMALLEST_SCALE)
+    return round_to_fp8(values, scales[:, None]), scales
+
+
+def round_to_fp8(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """`values` / `scale` in e4m3; what is too large becomes the largest number, not nan."""
+    return (values.float() / scale).clamp_(-LARGEST, LARGEST).to(E4M3)
+
+
+class Fp8Linear:
+    """`x @ weight.T + bias` for x [T, in]: both rounded to e4m3, the sum in float32.
+
+    weight e4m3 [out, in], scale float32 [out], input_scale float32 [1] or None: one for each row,
+    from its largest value. On a device without such products the same numbers are multiplied in
+    the dtype of x, from a weight kept in `dtype`, that of x and the result.
+    """
+
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        scale: torch.Tensor,
+        input_scale: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        dtype: torch.dtype,
+        product: Product,
+    ) -> None:
+        self._input_scale, self._bias, self._dtype = input_scale, bias, dtype
+        self._plain: Linear | None = None
+        if has_products(weight):
+            self._weight, self._scale = weight.contiguous(), scale
+        else:
+            self._plain = Linear((weight.float() * scale[:, None]).to(dtype), bias, product)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self._input_scale is None:
+            rounded, scales = quantize_rows(x)
+            scales = scales[:, None]
+        else:
+            scales = self._input_scale.expand(len(x), 1).contiguous()
+            rounded = round_to_fp8(x, scales)
+        if self._plain is not None:
+            return self._plain((rounded.float() * scales).to(self._dtype))
+        y = scaled_product(rounded, scales, self._weight, self._scale, self._dtype)
+        return y if self._bias is None else y + self._bias
+
+
+def scaled_product(
+    x: torch.Tensor,
+    x_scales: torch.Tensor,
+    weight: torch.Tensor,
+    scales: torch.Tensor,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """(x * x_scales) @ (weight * scales).T for x e4m3 [T, in], x_scales [T, 1], scales [out]."""
+    # Products by row and column scales are given in bfloat16 alone on a GPU.
+    y = torch._scaled_mm(
+        x, weight.t(), scale_a=x_scales, scale_b=scales[None], out_dtype=torch.bfloat16
+    )
+    return y.to(dtype)
+
+
+def has_products(weight: torch.Tensor) -> bool:
+    """Whether the weight's device multiplies e4m3 numbers of its sizes."""
+    return (
+        weight.device.type == "cuda"
+        and torch.cuda.get_device_capability(weight.device) >= CAPABILITY
+        and not any(size % MULTIPLE for size in weight.shape)
+    )
+
+
+def expand_blocks(
+    scales: torch.Tensor, block: tuple[int, int], rows: torch.Tensor, columns: torch.Tensor
+) -> torch.Tensor:
+    """The scale of each number at `rows` x `columns` of a weight whose blocks have `scales`."""
+    return scales[rows // block[0]][:, columns // block[1]]
+
+
+def make_linear(
+    weights: MutableMapping[str, torch.Tensor], prefix: str, dtype: torch.dtype, product: Product
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The linear layer of the weights `<prefix>weight`, `bias`, `scale` and `input_scale`, which
+    are taken out; all but the first may be absent. Its result is in `dtype`."""
+    weight, bias = weights.pop(prefix + "weight"), weights.pop(prefix + "bias", None)
+    scale = weights.pop(prefix + "scale", None)
+    if scale is None:
+        return Linear(weight, bias, product)
+    input_scale = weights.pop(prefix + "input_scale", None)
+    return Fp8Linear(weight, scale, input_scale, bias, dtype, product)
