@@ -47,7 +47,7 @@ def run_chat(
         return asyncio.run(
             _chat(Session(target, engine=engine, submit=submit, tls=tls), system, sampling, timeout)
         )
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, asyncio.CancelledError):
         return 130
 
 
@@ -55,6 +55,7 @@ async def _chat(
     session: Session, system: str | None, sampling: Mapping[str, Any] | None, timeout: float
 ) -> int:
     console = Console(highlight=False, soft_wrap=True)
+    _interrupt_cancels(asyncio.current_task())
     try:
         with console.status(f"Connecting to {session.target} ..."):
             await session.start(timeout)
@@ -67,6 +68,12 @@ async def _chat(
         return 1
     finally:
         await session.close()
+
+
+def _interrupt_cancels(task: asyncio.Task[Any] | None) -> None:
+    """Ctrl-C then runs what is in `finally`; by itself asyncio does so from Python 3.11 on only."""
+    assert task is not None, "called from a coroutine"
+    asyncio.get_running_loop().add_signal_handler(signal.SIGINT, task.cancel)
 
 
 class Chat:
@@ -123,9 +130,8 @@ class Chat:
         asked = len(self._messages)
         self._messages.append({"role": "user", "content": line})
         parts: list[str] = []
-        loop = asyncio.get_running_loop()
-        answer = loop.create_task(self._answer(parts))
-        loop.add_signal_handler(signal.SIGINT, answer.cancel)
+        answer = asyncio.get_running_loop().create_task(self._answer(parts))
+        _interrupt_cancels(answer)
         try:
             await answer
         except asyncio.CancelledError:
@@ -134,7 +140,7 @@ class Chat:
             self._say(error.message, "red")
             parts = []
         finally:
-            loop.remove_signal_handler(signal.SIGINT)
+            _interrupt_cancels(asyncio.current_task())
         if parts:
             self._messages.append({"role": "assistant", "content": "".join(parts)})
         else:
