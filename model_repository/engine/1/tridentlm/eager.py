@@ -50,12 +50,15 @@ class TorchExecutor:
         return PendingTokens(plan, tokens, table)
 
     def _choose(self, logits: torch.Tensor, plan: StepPlan) -> torch.Tensor:
-        if self._adjuster.adjusts(plan):
-            logits = self._adjuster.adjust(logits, plan)
-        tokens = sample(logits, plan).int()
-        self._adjuster.count(tokens, plan)
-        self._last_token[self._to_device(plan.slots[plan.sampled])] = tokens
-        return tokens
+        group, slots = self._decoder.group, self._to_device(plan.slots[plan.sampled])
+        if group.is_leader:
+            if self._adjuster.adjusts(plan):
+                logits = self._adjuster.adjust(logits, plan)
+            tokens = sample(logits, plan).int()
+            self._adjuster.count(tokens, plan)
+            self._last_token[slots] = tokens
+        group.broadcast(self._last_token)
+        return self._last_token[slots]
 
     def _token_ids(self, plan: StepPlan) -> torch.Tensor:
         ids = self._to_device(plan.token_ids)

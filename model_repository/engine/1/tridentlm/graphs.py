@@ -121,6 +121,7 @@ class CudaExecutor:
             tokens = sample(asked, plan, cut_tail).int()
             self._adjuster.count(tokens, plan)
             self._last_token[self._to_device(plan.slots[plan.sampled])] = tokens
+        self._decoder.group.broadcast(self._last_token)
         return logits, tokens, hidden
 
     def _replay(self, plan: StepPlan) -> tuple[torch.Tensor, torch.Tensor]:
@@ -182,7 +183,8 @@ class CudaExecutor:
         self._compute(rows, rows["slots"], step, None)  # no library may set itself up in a capture
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # The thread that watches over NCCL may ask the device meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             logits, tokens, _ = self._compute(rows, rows["slots"], step, None)
         self._pool = self._pool or graph.pool()
         return _Graph(graph, decode, logits, tokens)

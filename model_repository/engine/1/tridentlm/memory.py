@@ -30,13 +30,14 @@ def resolve_limits(
     dtype: torch.dtype,
     device: torch.device,
     profile: Callable[[int], int],
+    ranks: int = 1,
 ) -> Limits:
     """Sizes the KV pool and fixes the limits. The weights are on the device already.
 
     `settings.page_size` is set; `dtype` is the pool's. `profile(tokens)` runs steps of up to that
     many tokens with a KV cache of its own and returns the bytes of that; its peak is kept free
-    (CUDA only). A pool too small for one request of `max_model_len` is allowed: `Limits.resolve`
-    refuses those.
+    (CUDA only). `ranks` processes share the host's memory; `config` is the part of one. A pool too
+    small for one request of `max_model_len` is allowed: `Limits.resolve` refuses those.
 
     Raises InvalidRequest, naming what would fit, when the pool asked for does not.
     """
@@ -53,7 +54,7 @@ def resolve_limits(
         free = _free_cuda(device, lambda: profile(step_tokens))
         default = free
     else:
-        free = available_memory()
+        free = available_memory() // ranks
         default = min(CPU_KV_BYTES, int(CPU_SHARE * free))
     # More than every slot filled to the end would never be used.
     useful = settings.max_running * -(-max_model_len // settings.page_size)

@@ -24,6 +24,8 @@ from tridentlm.models.config import ModelConfig
 from tridentlm.models.decoder import Decoder
 from tridentlm.models.eos import eos_token_ids
 from tridentlm.models.gguf import GGUFModel
+from tridentlm.parallel.divide import divided
+from tridentlm.parallel.group import Group
 
 logger = logging.getLogger(__name__)
 
@@ -40,9 +42,15 @@ class Executor(Protocol):
 class ModelRunner:
     """Implements `core.runner.Runner`: loads a model, sizes its memory, prepares its executor."""
 
-    def __init__(self, settings: EngineSettings, files: ModelFiles) -> None:
-        """Loads the model and allocates the KV pool. Raises InvalidRequest or ModelNotFound."""
-        self._device = _device(settings.device)
+    def __init__(
+        self, settings: EngineSettings, files: ModelFiles, group: Group | None = None
+    ) -> None:
+        """Loads the model, or this rank's part of it, and allocates the KV pool.
+
+        Raises InvalidRequest or ModelNotFound.
+        """
+        group = group or Group()
+        self._device = _device(settings.device, group.shard.rank)
         self._dtype = _dtype(settings.dtype, self._device)
         self.device = self._device.type
         self.dtype = str(self._dtype).removeprefix("torch.")
@@ -51,12 +59,20 @@ class ModelRunner:
         self.startup_seconds: dict[str, float] = {}
         self._stage_started = time.monotonic()
         logger.info("Loading %s on %s in %s", files.name, self.device, self.dtype)
-        config, checkpoint = self._open(settings, files)
+        whole, checkpoint = self._open(settings, files)
+        config = divided(whole, group.shard.size)
         self.backend = _backend(settings, config, self._dtype, self._device)
         self._kv_dtype = _kv_dtype(settings, self.backend, self._dtype)
         with torch.inference_mode():
-            merged = loading.load(config, checkpoint, self._dtype, self._device)
-            self._decoder = Decoder(config, merged, self._ops())
+            merged = loading.load(
+                whole,
+                checkpoint,
+                self._dtype,
+                self._device,
+                shard=group.shard,
+                quantize=settings.quantize == "fp8",
+            )
+            self._decoder = Decoder(config, merged, self._ops(), group)
         self.eos_token_ids = config.eos_token_ids
         for folder in {files.path, files.tokenizer_path}:
             self.eos_token_ids |= eos_token_ids(folder)
@@ -64,9 +80,16 @@ class ModelRunner:
         self._graph_max_batch = min(settings.cuda_graph_max_batch, settings.max_running)
         settings = replace(settings, page_size=settings.page_size or PAGE_SIZES[self.backend])
         with torch.inference_mode():
-            self.limits = resolve_limits(
-                settings, config, self._kv_dtype, self._device, lambda n: self._profile(settings, n)
+            group.least(0)  # all have loaded: what they compute together from here on can begin
+            limits = resolve_limits(
+                settings,
+                config,
+                self._kv_dtype,
+                self._device,
+                lambda n: self._profile(settings, n),
+                ranks=group.shard.size,
             )
+            self.limits = replace(limits, num_pages=group.least(limits.num_pages))
             self._end_stage("profile")
             self._executor = self._make_executor(self.limits, self.limits.num_pages)
             if self.device == "cuda":
@@ -148,9 +171,7 @@ class ModelRunner:
         plan = profile_plan(rows * row, row, limits.page_size, limits.max_running)
         self._executor.launch(plan).collect()
 
-    def _open(
-        self, settings: EngineSettings, files: ModelFiles
-    ) -> tuple[ModelConfig, Checkpoint]:
+    def _open(self, settings: EngineSettings, files: ModelFiles) -> tuple[ModelConfig, Checkpoint]:
         is_dummy = settings.load_format == "dummy"
         if files.kind == "gguf":
             if is_dummy:
@@ -206,12 +227,12 @@ def _kv_dtype(settings: EngineSettings, backend: str, dtype: torch.dtype) -> tor
     return FP8 if settings.kv_dtype == "fp8" else dtype
 
 
-def _device(name: str) -> torch.device:
+def _device(name: str, rank: int) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():
         raise InvalidRequest("device is 'cuda', and torch finds no CUDA device.", param="device")
-    return torch.device(name)
+    return torch.device(name, rank) if name == "cuda" else torch.device(name)
 
 
 def _dtype(name: str, device: torch.device) -> torch.dtype:

@@ -1,8 +1,10 @@
-"""What every long-lived process of ours does once it has loaded."""
+"""How long-lived processes of ours start."""
 
 from __future__ import annotations
 
 import gc
+import os
+from pathlib import Path
 
 
 def settle() -> None:
@@ -13,3 +15,10 @@ def settle() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+def child_environ() -> dict[str, str]:
+    """Environment of a child process that runs a module of this package, wherever it lies."""
+    root = str(Path(__file__).resolve().parent.parent)
+    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    return {**os.environ, "PYTHONPATH": path}

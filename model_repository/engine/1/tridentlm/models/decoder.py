@@ -2,6 +2,9 @@
 
 ids -> embedding -> [ norm -> qkv -> (q/k norm) -> rotary -> attention -> o -> +
                       norm -> gate_up -> silu * -> down, or experts -> + ] x layers -> hidden
+
+Of several ranks, each holds its ids of the vocabulary, its heads and its part of every MLP, and
+what embedding, o and down (or the experts) give on each is summed over all.
 """
 
 from __future__ import annotations
@@ -14,22 +17,36 @@ import torch.nn.functional as F
 from tridentlm.backends.base import Ops, StepAttention
 from tridentlm.backends.torch import TorchOps
 from tridentlm.models.config import ModelConfig
+from tridentlm.models.fp8 import Fp8Linear, make_linear
 from tridentlm.models.linear import Linear
 from tridentlm.models.moe import ExpertBlock
+from tridentlm.parallel.group import Group
 
 Weights = MutableMapping[str, torch.Tensor]
 """Merged weights by the names of `weights.layout`. The decoder takes each out as it uses it."""
 
 
 class Decoder:
-    """Holds the weights; all state of a step is in the arguments of `forward`."""
+    """Holds the weights; all state of a step is in the arguments of `forward`.
 
-    def __init__(self, config: ModelConfig, weights: Weights, ops: Ops | None = None) -> None:
+    Of several ranks, `config` (but for the vocabulary) and `weights` are this one's part.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        ops: Ops | None = None,
+        group: Group | None = None,
+    ) -> None:
         self.config = config
+        self.group = group or Group()
         self._ops = ops or TorchOps()
         self._embedding = weights.pop("embedding")
+        self._first_id = self.group.shard.interval(config.vocab_size)[0]
         self._layers = [
-            _Layer(config, weights, index, self._ops) for index in range(config.num_layers)
+            _Layer(config, weights, index, self._ops, self.group)
+            for index in range(config.num_layers)
         ]
         self._norm = weights.pop("norm")
         head = self._embedding if config.tied_head else weights.pop("head")
@@ -42,7 +59,7 @@ class Decoder:
 
         token_ids: integers [T]. The last layer leaves out what the other tokens do not need.
         """
-        x = F.embedding(token_ids, self._embedding)
+        x = self._embed(token_ids)
         delta: torch.Tensor | None = None
         for layer in self._layers[:-1]:
             x, delta = layer.forward(x, delta, attention)
@@ -51,18 +68,33 @@ class Decoder:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Final norm and head for the rows that sample: [S, hidden_size] -> [S, vocab_size]."""
-        return self._head(self._ops.rms_norm(hidden, self._norm, self.config.rms_norm_eps))
+        part = self._head(self._ops.rms_norm(hidden, self._norm, self.config.rms_norm_eps))
+        return self.group.gather(part, self.config.vocab_size)
+
+    def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        if self.group.shard.size == 1:
+            return F.embedding(token_ids, self._embedding)
+        ids = token_ids - self._first_id
+        elsewhere = (ids < 0) | (ids >= len(self._embedding))
+        x = F.embedding(ids.masked_fill(elsewhere, 0), self._embedding)
+        return self.group.all_reduce(x.masked_fill_(elsewhere[:, None], 0))
 
 
 class _Layer:
     """One layer. What it adds to its input is added by the next, which fuses that with its norm."""
 
-    def __init__(self, config: ModelConfig, weights: Weights, index: int, ops: Ops) -> None:
-        def linear(name: str) -> Linear:
-            bias = weights.pop(f"layers.{index}.{name}.bias", None)
-            return Linear(weights.pop(f"layers.{index}.{name}.weight"), bias, ops.linear)
+    def __init__(
+        self, config: ModelConfig, weights: Weights, index: int, ops: Ops, group: Group
+    ) -> None:
+        dtype = weights[f"layers.{index}.attention_norm"].dtype
 
-        self._index, self._ops = index, ops
+        def linear(name: str) -> Linear | Fp8Linear:
+            bias = weights.pop(f"layers.{index}.{name}.bias", None)
+            if name == "output" and not group.is_leader:
+                bias = None  # the sum over ranks holds it once
+            return make_linear(weights, f"layers.{index}.{name}.", bias, dtype, ops.linear)
+
+        self._index, self._ops, self._group = index, ops, group
         self._eps = config.rms_norm_eps
         self._all_heads = config.num_heads + 2 * config.num_kv_heads
         self._head_dim = config.head_dim
@@ -101,13 +133,13 @@ class _Layer:
         attended = attention.attend(self._index, qkv, self._qk_norm)
         if rows is not None:
             x, attended = x.index_select(0, rows), attended.index_select(0, rows)
-        delta = self._output(attended)
+        delta = self._group.all_reduce(self._output(attended))
         x, normed = self._ops.add_rms_norm(x, delta, self._mlp_norm, self._eps)
-        return x, self._mlp(normed)
+        return x, self._group.all_reduce(self._mlp(normed))
 
 
 class _Mlp:
-    def __init__(self, gate_up: Linear, down: Linear, ops: Ops) -> None:
+    def __init__(self, gate_up: Linear | Fp8Linear, down: Linear | Fp8Linear, ops: Ops) -> None:
         self._gate_up, self._down, self._ops = gate_up, down, ops
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
