@@ -104,15 +104,46 @@ class _Waited:
         return self.pending.logprobs()
 
 
+@dataclass(frozen=True)
+class Sizes:
+    """Weights of all layers: those that every token meets, and one expert of each sparse layer."""
+
+    shared: float
+    expert: float
+    count: int
+    per_token: int
+
+    @classmethod
+    def of(cls, config: ModelConfig) -> Sizes:
+        hidden, experts = config.hidden_size, config.experts
+        heads, kv = (n * config.head_dim for n in (config.num_heads, config.num_kv_heads))
+        attention = config.num_layers * hidden * (2 * heads + 2 * kv)
+        sparse = len(experts.layers) if experts else 0
+        dense = (config.num_layers - sparse) * 3 * hidden * config.intermediate_size
+        if experts is None:
+            return cls(attention + dense, 0, 1, 1)
+        shared = attention + dense + sparse * hidden * experts.count
+        expert = sparse * 3 * hidden * experts.size
+        return cls(shared, expert, experts.count, experts.per_token)
+
+    @property
+    def of_a_token(self) -> float:
+        return self.shared + self.per_token * self.expert
+
+    def read(self, tokens: int) -> float:
+        """Of a step of `tokens`, whose experts are chosen evenly and independently."""
+        spared = (1 - self.per_token / self.count) ** tokens
+        return self.shared + self.count * (1 - spared) * self.expert
+
+
 def floor_seconds(config: ModelConfig, job: Job, kv_bytes: int) -> float:
     """Prefill at the matrix rate, each decode step at the slower of weights and products, and KV.
 
     All requests decode together from their first token, as if memory held them all.
     """
-    heads, head_dim = config.num_heads * config.head_dim, config.head_dim
-    kv = config.num_kv_heads * head_dim
-    layer = config.hidden_size * (2 * heads + 2 * kv + 3 * config.intermediate_size)
-    body, head = config.num_layers * layer, config.hidden_size * config.vocab_size
+    heads, kv = (n * config.head_dim for n in (config.num_heads, config.num_kv_heads))
+    sizes, head = Sizes.of(config), config.hidden_size * config.vocab_size
+    body = sizes.of_a_token
     prompts, lengths = (np.array(x) for x in ([len(p) for p in job.prompts], job.lengths))
     causal = 2 * config.num_layers * heads * float((prompts**2).sum())
     total = (2 * body * prompts.sum() + causal + 2 * head * len(prompts)) / FLOPS
@@ -120,7 +151,7 @@ def floor_seconds(config: ModelConfig, job: Job, kv_bytes: int) -> float:
     for step in range(1, int(lengths.max())):
         live = lengths > step
         context = int((prompts[live] + step).sum())
-        weights = 2 * (body + head)
+        weights = 2 * (sizes.read(int(live.sum())) + head)
         products = 2 * (body + head) * int(live.sum()) / FLOPS
         total += max(weights / BYTES_PER_SECOND, products)
         total += context * token_bytes / BYTES_PER_SECOND

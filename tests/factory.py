@@ -9,7 +9,31 @@ import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-FAMILIES = ("llama", "qwen3")
+CLASSES = {
+    "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
+    "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
+    "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
+    "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+    "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
+}
+FAMILIES = tuple(CLASSES)
+
+OWN_FIELDS: dict[str, dict[str, Any]] = {
+    "llama": {"head_dim": 24},
+    "mistral": {"head_dim": 24, "sliding_window": 20},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3": {"head_dim": 24, "tie_word_embeddings": True},
+    "qwen3_moe": {
+        "head_dim": 24,
+        "num_hidden_layers": 4,
+        "mlp_only_layers": [0, 1],
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 48,
+        "norm_topk_prob": True,
+    },
+}
+"""Where a family's tiny model leaves the common fields, so that what sets it apart is in use."""
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
@@ -28,7 +52,7 @@ CORPUS = (
 
 
 def make_tiny_model(family: str, folder: Path, *, seed: int = 0, **overrides: Any) -> Path:
-    """Writes a random model of `family` ("llama", "qwen3") to `folder` and returns the folder.
+    """Writes a random model of `family` (of FAMILIES) to `folder` and returns the folder.
 
     It holds config, safetensors, generation_config and a byte-level BPE tokenizer with a ChatML
     template, and loads with transformers' Auto classes. `overrides` change fields of the config.
@@ -45,18 +69,14 @@ def make_tiny_model(family: str, folder: Path, *, seed: int = 0, **overrides: An
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "head_dim": 24,
         "max_position_embeddings": 2048,
         "initializer_range": 0.15,
-        "tie_word_embeddings": family == "qwen3",
         "bos_token_id": None,
         "eos_token_id": eos,
         "pad_token_id": None,
-    } | overrides
-    config_class, model_class = {
-        "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
-        "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
-    }[family]
+    }
+    fields |= OWN_FIELDS[family] | overrides
+    config_class, model_class = CLASSES[family]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = model_class(config_class(**fields)).float()

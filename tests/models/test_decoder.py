@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
 
-from tests.factory import make_tiny_model
-from tests.models.conftest import PAGE, Engine, Reference, reference
+from tests.models.conftest import PAGE, Engine, Reference
 from tests.models.plans import Chunk
 
 TOLERANCE = 1e-4
@@ -72,36 +68,3 @@ def test_decode_rows_of_very_different_context_match(tiny: Reference, engine: En
     logits = engine.logits(*(Chunk(i, s[-1:]) for i, s in enumerate(sequences)))
     for row, sequence in zip(logits, sequences, strict=True):
         close(row, tiny.logits(sequence)[-1])
-
-
-@pytest.mark.parametrize(
-    ("family", "overrides"),
-    [
-        pytest.param("llama", {"attention_bias": True}, id="attention-bias"),
-        pytest.param("llama", {"tie_word_embeddings": True}, id="tied-head"),
-        pytest.param("llama", {"num_key_value_heads": 4}, id="multi-head"),
-        pytest.param("qwen3", {"num_key_value_heads": 1, "attention_bias": True}, id="multi-query"),
-        pytest.param("qwen3", {"tie_word_embeddings": False}, id="untied-head"),
-        pytest.param(
-            "llama",
-            {
-                "rope_parameters": {
-                    "rope_type": "llama3",
-                    "rope_theta": 500.0,
-                    "factor": 8.0,
-                    "low_freq_factor": 1.0,
-                    "high_freq_factor": 4.0,
-                    "original_max_position_embeddings": 32,
-                }
-            },
-            id="llama3-rope",
-        ),
-    ],
-)
-def test_variants_of_a_family_match(tmp_path: Path, family: str, overrides: dict[str, Any]) -> None:
-    variant = reference(make_tiny_model(family, tmp_path, **overrides))
-    engine, sequence = variant.engine(), tokens(50)
-    expected = variant.logits(sequence)
-    close(engine.logits(Chunk(0, sequence[:48]))[0], expected[47])
-    close(engine.logits(Chunk(0, sequence[48:49]))[0], expected[48])
-    close(engine.logits(Chunk(0, sequence[49:]))[0], expected[49])

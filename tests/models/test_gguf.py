@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -14,10 +16,11 @@ from tridentlm.models import loading
 from tridentlm.models.decoder import Decoder
 from tridentlm.models.gguf import GGUFModel
 
-from tests.factory import make_tiny_model
+from tests.factory import FAMILIES, make_tiny_model
 from tests.models.conftest import Engine, Reference, reference
 from tests.models.plans import Chunk
 
+ARCHITECTURES = {"mistral": "llama", "qwen3_moe": "qwen3moe"}
 NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -31,34 +34,32 @@ NAMES = {
     "self_attn.k_norm": "attn_k_norm",
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
+    "mlp.gate.": "ffn_gate_inp.",
     "mlp.": "ffn_",
     "_proj": "",
 }
 
 
+@pytest.fixture(scope="module", params=FAMILIES)
+def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    """Like the tiny models elsewhere, but without a window, for which GGUF has no field."""
+    overrides = {"sliding_window": None} if request.param == "mistral" else {}
+    return reference(make_tiny_model(request.param, tmp_path_factory.mktemp("gguf"), **overrides))
+
+
 def write_gguf(tiny: Reference, path: Path, quantize: bool = False) -> Path:
     """Writes the folder's model as llama.cpp's converter does: names, shapes, Llama's q/k order."""
     config = tiny.model.config
-    writer = gguf.GGUFWriter(path, config.model_type)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_eos_token_id(config.eos_token_id)
-    for name, tensor in load_file(tiny.folder / "model.safetensors").items():
-        values = tensor.numpy()
-        if config.model_type == "llama" and ("q_proj" in name or "k_proj" in name):
+    writer = gguf.GGUFWriter(path, ARCHITECTURES.get(config.model_type, config.model_type))
+    write_metadata(writer, config)
+    for name, values in stacked(load_file(tiny.folder / "model.safetensors")).items():
+        if config.model_type in ("llama", "mistral") and ("q_proj" in name or "k_proj" in name):
             halves = values.reshape(-1, 2, config.head_dim // 2, values.shape[1])
             values = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(values.shape)
         for ours, theirs in NAMES.items():
             name = name.replace(ours, theirs)
         kind = gguf.GGMLQuantizationType.Q8_0
-        if quantize and values.ndim == 2 and values.shape[1] % 32 == 0:
+        if quantize and values.ndim > 1 and values.shape[-1] % 32 == 0:
             writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
         else:
             writer.add_tensor(name, values)
@@ -67,6 +68,42 @@ def write_gguf(tiny: Reference, path: Path, quantize: bool = False) -> Path:
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def write_metadata(writer: gguf.GGUFWriter, config: transformers.PretrainedConfig) -> None:
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    if getattr(config, "head_dim", None):
+        writer.add_key_length(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    rope = config.rope_parameters
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if rope["rope_type"] in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
+        writer.add_rope_scaling_factor(rope["factor"])
+        if "original_max_position_embeddings" in rope:
+            writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if config.model_type == "qwen3_moe":
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    writer.add_eos_token_id(config.eos_token_id)
+
+
+def stacked(tensors: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
+    """A layer's experts as one tensor [experts, out, in]."""
+    experts: dict[str, list[np.ndarray]] = {}
+    for name in sorted(tensors):  # of fewer than ten experts
+        experts.setdefault(re.sub(r"experts\.\d+\.(\w+)", r"\1_exps", name), []).append(
+            tensors[name].numpy()
+        )
+    return {
+        name: np.stack(parts) if "_exps" in name else parts[0] for name, parts in experts.items()
+    }
 
 
 def load(path: Path) -> Engine:
@@ -121,6 +158,27 @@ def test_rope_factors_of_a_gguf_file_scale_as_config_json_does(tmp_path: Path) -
     logits = load(rewritten).logits(Chunk(0, PROMPT))
     torch.testing.assert_close(logits[0], scaled.logits(PROMPT)[-1], atol=1e-4, rtol=0)
     assert (plain - logits).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "linear", "factor": 4.0},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+    ],
+    ids=["linear", "yarn"],
+)
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3_moe"])
+def test_rope_scalings_in_the_metadata_match_beyond_the_original_context(
+    tmp_path: Path, family: str, rope: dict[str, Any]
+) -> None:
+    rope = rope | {"rope_theta": 500.0}
+    scaled = reference(make_tiny_model(family, tmp_path, rope_parameters=rope))
+    engine = load(write_gguf(scaled, tmp_path / "scaled.gguf"))
+    prompt = np.random.default_rng(0).integers(3, 384, 100).tolist()
+    torch.testing.assert_close(
+        engine.logits(Chunk(0, prompt))[0], scaled.logits(prompt)[-1], atol=1e-4, rtol=0
+    )
 
 
 def test_files_that_are_no_gguf_models_are_refused(tmp_path: Path) -> None:

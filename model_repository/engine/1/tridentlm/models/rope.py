@@ -31,6 +31,14 @@ FIELDS = {
     },
 }
 KINDS = tuple(FIELDS)
+GGUF_OTHERS = (
+    "alpha",
+    "attn_factor",
+    "yarn_log_multiplier",
+    "yarn_ext_factor",
+    "yarn_attn_factor",
+)
+"""Fields below `rope.scaling` that change the rotation and are not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +90,11 @@ class Rope:
         kind = values.get("rope.scaling.type", "none")
         if kind not in ("none", "linear", "yarn"):
             raise unsupported(kind)
-        if kind == "none" or factors is not None:
+        if kind == "none":
             return cls(theta, factors)
+        others = [name for name in GGUF_OTHERS if values.get(f"rope.scaling.{name}")]
+        if factors is not None or others:
+            raise unsupported(f"{kind} with {', '.join(others) or 'rope_freqs'}")
         rope = {
             "factor": values.get("rope.scaling.factor"),
             "original_max_position_embeddings": values.get(
