@@ -41,6 +41,7 @@ class EngineSettings:
     tokenizer: str = ""
     device: str = "auto"
     dtype: str = "auto"
+    quantize: str = "none"
     kv_dtype: str = "auto"
     load_format: str = "auto"
     backend: str = "auto"
@@ -68,6 +69,7 @@ class EngineSettings:
     def __post_init__(self) -> None:
         _one_of("device", self.device, ("auto", "cpu", "cuda"))
         _one_of("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
+        _one_of("quantize", self.quantize, ("none", "fp8"))
         _one_of("runner", self.runner, ("model", "simulated"))
         _one_of("prefix_cache", self.prefix_cache, ("radix", "null"))
         _one_of("admission", self.admission, ("optimistic", "reserve"))

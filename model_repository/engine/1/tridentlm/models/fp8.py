@@ -6,7 +6,7 @@ y = (x8 @ w8.T) * xs * ws
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping
+from collections.abc import MutableMapping
 
 import torch
 
@@ -36,8 +36,8 @@ class Fp8Linear:
     """`x @ weight.T + bias` for x [T, in]: both rounded to e4m3, the sum in float32.
 
     weight e4m3 [out, in], scale float32 [out], input_scale float32 [1] or None: one for each row,
-    from its largest value. On a device without such products the same numbers are multiplied in
-    the dtype of x, from a weight kept in `dtype`, that of x and the result.
+    from its largest value. x and the result are in `dtype`. A device without such products has the
+    weight dequantized to `dtype`, and multiplies the same numbers in it.
     """
 
     def __init__(
@@ -101,12 +101,15 @@ def expand_blocks(
 
 
 def make_linear(
-    weights: MutableMapping[str, torch.Tensor], prefix: str, dtype: torch.dtype, product: Product
-) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The linear layer of the weights `<prefix>weight`, `bias`, `scale` and `input_scale`, which
-    are taken out; all but the first may be absent. Its result is in `dtype`."""
-    weight, bias = weights.pop(prefix + "weight"), weights.pop(prefix + "bias", None)
-    scale = weights.pop(prefix + "scale", None)
+    weights: MutableMapping[str, torch.Tensor],
+    prefix: str,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+    product: Product,
+) -> Linear | Fp8Linear:
+    """The linear layer of `<prefix>weight`, and `<prefix>scale` and `input_scale` if there are any,
+    which are taken out of `weights`. Its result is in `dtype`."""
+    weight, scale = weights.pop(prefix + "weight"), weights.pop(prefix + "scale", None)
     if scale is None:
         return Linear(weight, bias, product)
     input_scale = weights.pop(prefix + "input_scale", None)

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from tridentlm.errors import InvalidRequest
 from tridentlm.models.checkpoint import E4M3, Checkpoint, DummyCheckpoint
 from tridentlm.models.config import ModelConfig, Shape
 from tridentlm.models.fp8 import expand_blocks, quantize_rows
@@ -47,6 +48,11 @@ def load(
 
     Raises InvalidRequest as `inventory.find_all` does.
     """
+    if quantize and config.experts is not None:
+        raise InvalidRequest(
+            "quantize is 'fp8'; a mixture of experts is not quantized as it is loaded.",
+            param="quantize",
+        )
     pieces = find_all(config, checkpoint)
     fill = _Filler(
         checkpoint, config.quantization, dtype, device, shard, sum(map(len, pieces.values()))
