@@ -25,6 +25,7 @@ from openai_proxy.openapi import describe_posts
 from openai_proxy.parameters import IgnoredParameters
 from openai_proxy.protocol import parse_chat, parse_completion
 from openai_proxy.rawgenerate import RawGenerateEndpoint
+from openai_proxy.recorder import FailureRecorder
 from openai_proxy.responses.endpoint import ResponsesEndpoint
 from openai_proxy.responses.endpoint import router as responses_router
 from openai_proxy.responses.store import ResponseStore
@@ -79,7 +80,13 @@ def create_app(
     describe_posts(app)
     app.add_exception_handler(HTTPException, on_http_exception)
     known = OPEN_PATHS | posts.keys() | {"/v1/models", "/version", "/v1/embeddings"}
-    app.add_middleware(Gate, api_key=settings.api_key, metrics=app.state.metrics, routes=known)
+    app.add_middleware(
+        Gate,
+        api_key=settings.api_key,
+        metrics=app.state.metrics,
+        routes=known,
+        recorder=FailureRecorder(folder) if (folder := settings.record_failures) else None,
+    )
     if settings.cors_origins:
         origins = [origin.strip() for origin in settings.cors_origins.split(",")]
         app.add_middleware(

@@ -167,6 +167,18 @@ def bench(
             raise SystemExit(1)
 
 
+@app.command()
+def replay(
+    file: Annotated[Path, typer.Argument(help="A file of --record-failures.")],
+    url: Annotated[str, typer.Option(help="Server to ask.")] = "http://127.0.0.1:8000",
+    api_key: Annotated[str, typer.Option(envvar=PREFIX + "API_KEY", help="Its key.")] = "",
+) -> None:
+    """Send a recorded request again; exit code 1 when it fails again."""
+    from openai_proxy.replay import run_replay
+
+    raise SystemExit(run_replay(file, url, api_key, typer.echo))
+
+
 @app.command(context_settings={"ignore_unknown_options": True})
 def triton(
     args: Annotated[list[str] | None, typer.Argument(help="Arguments of tritonserver.")] = None,

@@ -24,7 +24,8 @@ class Exchange:
     """`receive` and `send` are the server's own, below every middleware.
 
     `status` is 0 until a response starts. `traceparent` is W3C's header, None without a well-formed
-    one. `prompt_tokens` and `completion_tokens` are filled in by the endpoints for the access log.
+    one. `body` is the request's, with `keeps_body`; `error` is what it ended with.
+    `prompt_tokens` and `completion_tokens` are filled in by the endpoints for the access log.
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -39,7 +40,9 @@ class Exchange:
         self.traceparent = trace.decode() if _TRACEPARENT.fullmatch(trace) else None
         self.started = time.perf_counter()
         self.status = 0
-        self.error_code: str | None = None
+        self.error: TridentError | None = None
+        self.keeps_body = False
+        self.body: bytes | None = None
         self.ttft: float | None = None
         self.prompt_tokens = 0
         self.completion_tokens = 0
@@ -48,6 +51,10 @@ class Exchange:
     def elapsed(self) -> float:
         """Seconds since the request arrived."""
         return time.perf_counter() - self.started
+
+    @property
+    def error_code(self) -> str | None:
+        return None if self.error is None else self.error.code or self.error.type
 
     def count(self, usage: Mapping[str, Any]) -> None:
         self.prompt_tokens = usage["prompt_tokens"]
@@ -77,7 +84,7 @@ class Exchange:
         await self._send({"type": "http.response.body", "body": body})
 
     async def fail(self, error: TridentError) -> None:
-        self.error_code = error.code or error.type
+        self.error = error
         headers = [(k.encode(), v.encode("latin-1")) for k, v in error_headers(error).items()]
         await self.reply(error_body(error), headers, error.status)
 
@@ -88,6 +95,8 @@ class Exchange:
         """
         self._check_content()
         body = await self._read_body(limit)
+        if self.keeps_body:
+            self.body = body
         try:
             value = orjson.loads(body)
         except orjson.JSONDecodeError as error:

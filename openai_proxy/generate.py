@@ -136,7 +136,7 @@ async def _answer_events(
 
 
 async def _end_broken(exchange: Exchange, answer: AnswerLike, error: TridentError) -> None:
-    exchange.error_code = error.code or error.type
+    exchange.error = error
     await exchange.send_body(
         {"type": "http.response.body", "body": b"".join(answer.failure(error))}
     )

@@ -13,6 +13,7 @@ from openai_proxy.errors import SHUTDOWN, ClientGone, HttpError
 from openai_proxy.exchange import Exchange
 from openai_proxy.logs import log_access
 from openai_proxy.metrics import ProxyMetrics
+from openai_proxy.recorder import FailureRecorder
 
 log = logging.getLogger("openai_proxy")
 
@@ -28,18 +29,26 @@ class Gate:
     """
 
     def __init__(
-        self, app: ASGIApp, *, api_key: str, metrics: ProxyMetrics, routes: frozenset[str]
+        self,
+        app: ASGIApp,
+        *,
+        api_key: str,
+        metrics: ProxyMetrics,
+        routes: frozenset[str],
+        recorder: FailureRecorder | None = None,
     ) -> None:
         self._app = app
         self._expected = b"Bearer " + api_key.encode() if api_key else None
         self._metrics = metrics
         self._routes = routes
+        self._recorder = recorder
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         exchange = scope["exchange"] = Exchange(scope, receive, send)
+        exchange.keeps_body = self._recorder is not None
         self._metrics.begin()
         try:
             await self._answer(exchange)
@@ -47,6 +56,8 @@ class Gate:
             path = scope["path"]
             self._metrics.end(exchange, path if path in self._routes else "other")
             log_access(exchange)
+            if self._recorder is not None:
+                self._recorder.note(exchange)
 
     async def _answer(self, exchange: Exchange) -> None:
         try:

@@ -30,6 +30,7 @@ ENGINE_HELP = {
     "tokenizer": "Folder of the tokenizer, when it is not the model's.",
     "device": "auto, cpu or cuda.",
     "dtype": "auto, float32, bfloat16 or float16.",
+    "quantize": "none, or fp8: rounds the weights of linear layers to e4m3 as they are loaded.",
     "kv_dtype": "auto (the model's) or fp8 (e4m3, CUDA only): the numbers in the KV cache.",
     "load_format": "auto, or dummy: random weights for a folder's config.json.",
     "backend": "auto, torch or flashinfer (CUDA only).",
@@ -72,6 +73,7 @@ PROXY_HELP = {
     "MODEL=FORMAT,...: for one of several models.",
     "sse_keep_alive": "Seconds of silence after which a stream gets a comment; 0: never.",
     "max_stored_responses": "Answers of /v1/responses that are kept in memory; 0: none.",
+    "record_failures": "Folder for failing requests (the last 100), to be sent again by replay.",
     "cors_origins": "Origins that may call from a browser, comma separated; *: all.",
 }
 CONNECTION_HELP = {

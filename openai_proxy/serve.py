@@ -23,6 +23,7 @@ from fastapi import FastAPI
 from uvicorn.config import STARTUP_FAILURE
 from uvicorn.supervisors import Multiprocess
 
+from openai_proxy.httpserver import HttpProtocol
 from openai_proxy.logs import configure_logging
 from openai_proxy.settings import ProxySettings
 
@@ -82,7 +83,8 @@ def server_config(app: FastAPI | str, settings: ProxySettings) -> uvicorn.Config
         factory=isinstance(app, str),
         workers=settings.workers,
         loop="uvloop",
-        http="httptools",
+        http=HttpProtocol,
+        ws="none",
         log_config=None,
         access_log=False,
         server_header=False,

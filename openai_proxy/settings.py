@@ -36,7 +36,8 @@ class ProxySettings:
     `submit` and `tokenizer_model` go with it ("": by its name). `tool_parser` and
     `reasoning_parser`: FORMAT or MODEL=FORMAT, comma separated ("": from the chat template).
     `sse_keep_alive`: seconds of silence, 0 for never. `cors_origins`: comma separated, "*" for all.
-    `started`: unix time, the models' `created`, the same in all workers.
+    `record_failures`: a folder ("": nothing is recorded). `started`: unix time, the models'
+    `created`, the same in all workers.
     """
 
     triton: str = "127.0.0.1:8001"
@@ -62,6 +63,7 @@ class ProxySettings:
     tls_cert: str = ""
     tls_key: str = ""
     cors_origins: str = ""
+    record_failures: str = ""
     started: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:

@@ -117,7 +117,7 @@ class EventStream:
         if deltas and (event := choice.text(deltas)) is not None:
             self._outbox.append(event)
         if error is not None:
-            self._exchange.error_code = error.code or error.type
+            self._exchange.error = error
             self._unfinished.clear()
             self._closing = True
             self._outbox += self._answer.failure(error)

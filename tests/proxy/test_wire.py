@@ -1,0 +1,139 @@
+"""HTTP below the application: slow and odd clients, limits, what is never compressed."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+from tridentlm_client import Delta
+
+from openai_proxy import httpserver
+from tests.proxy.fakes import FakeSession, Proxy, Reply, ended
+
+CHAT = "/v1/chat/completions"
+BODY = b'{"messages": [{"role": "user", "content": "Hi"}]}'
+HEAD = b"POST %b HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n" % CHAT.encode()
+WHOLE = HEAD + b"content-length: %d\r\n\r\n" % len(BODY) + BODY
+
+
+@pytest.fixture
+def link(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
+    """A bare connection to a server that waits 0.3 s for a head and 0.3 s for a body."""
+    monkeypatch.setattr(httpserver, "HEAD_SECONDS", 0.3)
+    monkeypatch.setattr(httpserver, "BODY_SECONDS", 0.3)
+    where = urlsplit(proxy.url)
+    with socket.create_connection((where.hostname, where.port), timeout=5) as connection:
+        yield connection
+
+
+def rest(link: socket.socket) -> bytes:
+    parts = []
+    while data := link.recv(65536):
+        parts.append(data)
+    return b"".join(parts)
+
+
+def check_refusal(answer: bytes, status: int) -> None:
+    """The whole `answer` is one error in the one shape, and says that the connection ends."""
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 %d " % status)
+    assert b"connection: close" in head
+    assert set(json.loads(body)["error"]) == {"message", "type", "param", "code"}
+
+
+def test_a_connection_that_says_nothing_is_closed(link: socket.socket) -> None:
+    began = time.monotonic()
+    assert rest(link) == b""
+    assert 0.2 < time.monotonic() - began < 3
+
+
+@pytest.mark.parametrize("part", [b"P", b"\r\n", HEAD, HEAD + b"x-slow: "])
+def test_a_head_that_does_not_come_is_408(link: socket.socket, part: bytes) -> None:
+    link.sendall(part)
+    check_refusal(rest(link), 408)
+
+
+def test_a_head_in_drops_has_no_more_time_than_another(link: socket.socket) -> None:
+    link.sendall(b"GET / HTTP/1.1\r\n")
+    for _ in range(4):
+        time.sleep(0.06)
+        link.sendall(b"x-a: b\r\n")
+    check_refusal(rest(link), 408)
+
+
+def test_a_body_that_does_not_come_is_408(link: socket.socket) -> None:
+    link.sendall(HEAD + b"content-length: 100\r\n\r\n{")
+    check_refusal(rest(link), 408)
+
+
+def test_a_second_request_on_a_connection_is_limited_too(link: socket.socket) -> None:
+    link.sendall(WHOLE)
+    assert link.recv(65536).startswith(b"HTTP/1.1 200")
+    time.sleep(0.5)
+    link.sendall(WHOLE)
+    assert link.recv(65536).startswith(b"HTTP/1.1 200")
+    link.sendall(HEAD)
+    check_refusal(rest(link), 408)
+
+
+def test_a_head_without_end_is_431(link: socket.socket) -> None:
+    try:
+        link.sendall(HEAD)
+        for _ in range(64):
+            link.sendall(b"x-long: " + b"a" * 2000 + b"\r\n")
+    except OSError:
+        pass  # the server has closed already: what it said is still to be read
+    check_refusal(link.recv(65536), 431)
+
+
+def test_what_is_no_http_is_400_in_the_one_shape(link: socket.socket) -> None:
+    link.sendall(b"\x16\x03\x01 hello\r\n\r\n")
+    check_refusal(rest(link), 400)
+
+
+def test_an_answer_takes_longer_than_the_limits_of_a_request(
+    link: socket.socket, session: FakeSession
+) -> None:
+    session.reply = lambda s: Reply(steps=[Delta("a", 1), 0.8, Delta("b", 1), ended()])
+    link.sendall(WHOLE)
+    answer = link.recv(65536)
+    assert answer.startswith(b"HTTP/1.1 200")
+    assert b'"content":"ab"' in answer
+
+
+def test_an_offer_of_http2_is_answered_in_http1(link: socket.socket) -> None:
+    offer = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABk\r\n"
+    whole = HEAD + offer + b"content-length: %d\r\n\r\n" % len(BODY) + BODY
+    for cut in (0, 100, len(whole) - 20):
+        link.sendall(whole[:cut])
+        time.sleep(0.02 if cut else 0)
+        link.sendall(whole[cut:])
+        assert link.recv(65536).startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        (
+            b"GET /v1/models HTTP/1.1\r\nhost: x\r\nupgrade: websocket\r\nconnection: Upgrade\r\n",
+            200,
+        ),
+        (b"CONNECT somewhere:443 HTTP/1.1\r\nhost: x\r\n", 405),
+    ],
+)
+def test_no_other_protocol_is_taken_up(link: socket.socket, head: bytes, status: int) -> None:
+    link.sendall(head + b"\r\n")
+    assert link.recv(65536).startswith(b"HTTP/1.1 %d " % status)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_nothing_is_compressed(http: httpx.Client, stream: bool) -> None:
+    body = {"messages": [{"role": "user", "content": "Hi"}], "stream": stream}
+    answer = http.post(CHAT, json=body, headers={"accept-encoding": "gzip, deflate, br, zstd"})
+    assert answer.status_code == 200
+    assert "content-encoding" not in answer.headers
