@@ -50,7 +50,6 @@ def say(line: str) -> None:
 @app.command()
 @with_flags(("Engine", EngineSettings, ENGINE_HELP), ("OpenAI API", ProxySettings, PROXY_HELP))
 def serve(
-    tp: Annotated[int, typer.Option(help="GPUs that share the model; only 1 yet.")] = 1,
     http_port: Annotated[int, typer.Option(help="Port of Triton's HTTP API.")] = 8100,
     grpc_port: Annotated[int, typer.Option(help="Port of Triton's gRPC API.")] = 8101,
     metrics_port: Annotated[int, typer.Option(help="Port of Triton's metrics.")] = 8102,
@@ -68,8 +67,6 @@ def serve(
     from openai_proxy.launchplan import ServeOptions, check_several
     from openai_proxy.repository import engine_configs, ensembles, ready_repository
 
-    if tp != 1:
-        raise InvalidRequest("--tp: only 1 works in this version.", param="tp")
     engine = chosen(EngineSettings, flags)
     models = model_choices(engine)
     if len(models) == 1:

@@ -50,7 +50,7 @@ def test_the_command_answers_fast_and_without_torch() -> None:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--tp", "2"], "--tp"),
+        (["--tp", "0"], "tp must be at least 1"),
         (["--page-size", "7"], "page_size must be one of"),
         (["--max-running", "0"], "max_running"),
         (["--workers", "0"], "workers"),
