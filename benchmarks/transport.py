@@ -96,9 +96,9 @@ def main() -> None:
 
 
 @contextmanager
-def simulated(step_ms: float) -> Iterator[Service]:
+def simulated(step_ms: float, *more: str) -> Iterator[Service]:
     with tempfile.TemporaryDirectory() as folder:
-        flags = ["--runner", "simulated", "--step-ms", str(step_ms)]
+        flags = ["--runner", "simulated", "--step-ms", str(step_ms), *more]
         with Service(Path(folder), *flags) as service:
             yield service
 

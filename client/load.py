@@ -106,7 +106,7 @@ async def load_with(
     mark = b'"content":"' if chat else b'"text":"'
     run = _Run(where.hostname or "127.0.0.1", where.port or 80, head, mark)
     options = {"stream": True, "stream_options": {"include_usage": True}}
-    packed = [json.dumps({**body, **options}).encode() for body in bodies]
+    packed = [json.dumps({**options, **body}).encode() for body in bodies]
     start = time.perf_counter() + START_DELAY
     await asyncio.gather(*(run.stream(body, start) for body in packed))
     seconds = time.perf_counter() - start
