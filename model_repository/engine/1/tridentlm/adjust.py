@@ -1,6 +1,7 @@
 """What requests ask of the logits before a token is drawn from them.
 
     logits [S, vocab] -> + logit_bias, - inf for banned tokens -> repetition -> frequency, presence
+                      -> - inf for what the row's grammar does not allow
 
 The order is vLLM's. Penalties need counts of each row's tokens. Steps in flight sample tokens that
 the host has not seen, so the counts live on the device, one row of the vocabulary per slot, and are
@@ -18,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tridentlm.core.extras import Newcomer, Penalties, StepExtras
+from tridentlm.core.extras import I32, U32, Newcomer, Penalties, StepExtras
 from tridentlm.core.plan import StepPlan
 
 
@@ -33,7 +34,9 @@ class LogitAdjuster:
     def adjusts(self, plan: StepPlan) -> bool:
         """Whether a row of the plan asks for anything that changes its logits."""
         extras = plan.extras
-        return extras is not None and (len(extras.bias) > 0 or extras.penalties is not None)
+        if extras is None:
+            return False
+        return len(extras.bias) > 0 or extras.penalties is not None or extras.allowed is not None
 
     def adjust(self, logits: torch.Tensor, plan: StepPlan) -> torch.Tensor:
         """The logits [S, vocab] to sample from, float32, in memory of their own."""
@@ -44,6 +47,8 @@ class LogitAdjuster:
             self._add_bias(logits, extras)
         if extras.penalties is not None:
             self._penalize(logits, extras.penalties)
+        if extras.allowed is not None:
+            self._constrain(logits, extras.constrained, extras.allowed)
         return logits
 
     def count(self, tokens: torch.Tensor, plan: StepPlan) -> None:
@@ -59,6 +64,13 @@ class LogitAdjuster:
         places = (self._to(extras.bias_rows), self._to(extras.bias_tokens))
         # Accumulated, because a token may be banned and have a bias.
         logits.index_put_(places, self._to(extras.bias), accumulate=True)
+
+    def _constrain(self, logits: torch.Tensor, rows: I32, allowed: U32) -> None:
+        octets = self._to(allowed.view(np.uint8))[..., None]
+        bits = (octets >> torch.arange(8, dtype=torch.uint8, device=self._device)) & 1
+        banned = bits.flatten(1)[:, : logits.shape[-1]] == 0
+        places = self._to(rows)
+        logits[places] = logits[places].masked_fill_(banned, -torch.inf)
 
     def _penalize(self, logits: torch.Tensor, penalties: Penalties) -> None:
         output, in_prompt = self._counts(int(penalties.slots.max()) + 1, logits.shape[-1])

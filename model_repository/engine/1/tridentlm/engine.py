@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from tridentlm.config import EngineSettings
 from tridentlm.core.plan import EngineStats, StepOutput, StepPlan
@@ -12,8 +15,18 @@ from tridentlm.core.radix import RadixCache
 from tridentlm.core.request import Limits, Request
 from tridentlm.core.runner import PendingStep, Runner
 from tridentlm.core.scheduler import Scheduler
+from tridentlm.errors import InvalidRequest
 from tridentlm.hub import resolve_model
 from tridentlm.simulated import SimulatedRunner
+
+if TYPE_CHECKING:
+    from tridentlm.grammar.matching import Grammars
+    from tridentlm.text import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+COMPILING_SECONDS = 0.005
+"""How long a step without anything else to do waits for a grammar."""
 
 
 def build_runner(settings: EngineSettings) -> tuple[Runner, str]:
@@ -31,6 +44,28 @@ def build_runner(settings: EngineSettings) -> tuple[Runner, str]:
     from tridentlm.runner import ModelRunner  # torch takes seconds: a wrong path fails before it
 
     return ModelRunner(settings, files), files.name
+
+
+def load_grammars(
+    runner: Runner, settings: EngineSettings, tokenizer: Tokenizer | None = None
+) -> Grammars | None:
+    """What holds the runner's answers to grammars; None when nothing can, which is logged."""
+    if settings.runner == "simulated":
+        return None
+    from tridentlm.grammar.matching import Grammars
+    from tridentlm.text import Tokenizer
+
+    tokenizer = tokenizer or Tokenizer.load(resolve_model(settings))
+    try:
+        return Grammars(
+            tokenizer,
+            tokenizer.eos_token_ids & runner.eos_token_ids,
+            runner.limits.vocab_size,
+            settings.threads,
+        )
+    except ValueError as error:
+        logger.warning("Grammars are refused: %s", error)
+        return None
 
 
 class Engine:
@@ -51,8 +86,9 @@ class Engine:
         prefix_cache: str = "radix",
         admission: str = "optimistic",
         policy: str = "fcfs",
+        grammars: Grammars | None = None,
     ) -> None:
-        """The keywords are the settings of these names."""
+        """The keywords are the settings of these names; without `grammars` they are refused."""
         self.runner = runner
         self.scheduler = Scheduler(
             runner.limits,
@@ -62,15 +98,19 @@ class Engine:
         )
         self._steps_in_flight = steps_in_flight or (2 if runner.device == "cuda" else 1)
         self._launched: deque[tuple[StepPlan, PendingStep]] = deque()
+        self._grammars = grammars
 
     @classmethod
-    def from_settings(cls, runner: Runner, settings: EngineSettings) -> Engine:
+    def from_settings(
+        cls, runner: Runner, settings: EngineSettings, grammars: Grammars | None = None
+    ) -> Engine:
         return cls(
             runner,
             steps_in_flight=settings.steps_in_flight,
             prefix_cache=settings.prefix_cache,
             admission=settings.admission,
             policy=settings.policy,
+            grammars=grammars,
         )
 
     @property
@@ -80,14 +120,28 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether `step` has anything to do or to report."""
-        return self.scheduler.has_work
+        return self.scheduler.has_work or self._compiling > 0
+
+    @property
+    def _compiling(self) -> int:
+        return self._grammars.compiling if self._grammars else 0
 
     def add(self, request: Request) -> None:
-        """Queues a request; raises InvalidRequest if it can never be served."""
-        self.scheduler.add(request)
+        """Queues a request; raises InvalidRequest if it can never be served.
+
+        One with a grammar is queued when the grammar is compiled; nobody waits for that meanwhile.
+        """
+        if request.extras is None or not request.extras.grammar:
+            self.scheduler.add(request)
+        elif self._grammars is None:
+            raise InvalidRequest("This engine cannot hold answers to a grammar.", param="grammar")
+        else:
+            self._grammars.begin(request)
 
     def abort(self, request_id: int) -> None:
         """Ends a request; the next `step` reports it. An unknown id is ignored."""
+        if self._grammars and (request := self._grammars.withdraw(request_id)):
+            self._enter(request, None)
         self.scheduler.abort(request_id)
 
     def fail(self, request_id: int, message: str) -> None:
@@ -99,24 +153,66 @@ class Engine:
 
         None: nothing to report yet.
         """
+        if self._compiling:
+            self._enter_compiled()
         self.scheduler.expire(time.monotonic())
         plan = self.scheduler.schedule()
         if plan is not None:
-            self._launched.append((plan, self.runner.launch(plan)))
+            self._launched.append((plan, self.runner.launch(self._constrained(plan))))
         full = len(self._launched) >= self._steps_in_flight
         if self._launched and (full or plan is None):
             oldest, pending = self._launched.popleft()
             return self._commit(oldest, pending)
-        return self.scheduler.drain()
+        return self._told(self.scheduler.drain())
 
     def _commit(self, plan: StepPlan, pending: PendingStep) -> StepOutput:
         tokens = pending.collect()
-        return self.scheduler.commit(plan, tokens, pending.logprobs())
+        output = self.scheduler.commit(plan, tokens, pending.logprobs())
+        self._told(output)
+        return output
+
+    def _told(self, output: StepOutput | None) -> StepOutput | None:
+        if self._grammars and output is not None:
+            self._grammars.advance(output)
+        return output
+
+    def _constrained(self, plan: StepPlan) -> StepPlan:
+        """The plan with what the grammars of its rows allow them to sample."""
+        extras = plan.extras
+        if self._grammars is None or extras is None or not len(extras.constrained):
+            return plan
+        ids = extras.request_ids[extras.constrained].tolist()
+        allowed, failed = self._grammars.allowed(ids)
+        for request_id, reason in failed.items():
+            self.scheduler.fail(request_id, reason)
+        return replace(plan, extras=replace(extras, allowed=allowed))
+
+    def _enter_compiled(self) -> None:
+        assert self._grammars is not None, "something is compiled"
+        for request, reason in self._grammars.ready(
+            0.0 if self.scheduler.has_work else COMPILING_SECONDS
+        ):
+            self._enter(request, reason)
+
+    def _enter(self, request: Request, reason: str | None) -> None:
+        try:
+            if reason is None:
+                self.scheduler.add(request)
+        except InvalidRequest as error:
+            reason = error.message
+        if reason is not None:
+            self.scheduler.fail(request.id, reason)
+
+    def _enter_uncompiled(self) -> None:
+        """For who ends everything: the scheduler reports these requests too."""
+        for request in self._grammars.withdraw_all() if self._grammars else ():
+            self._enter(request, None)
 
     def shut_down(self) -> StepOutput | None:
         """Aborts everything and waits for the steps in flight; returns the terminal outputs."""
+        self._enter_uncompiled()
         self.scheduler.abort_all()
-        output = self.scheduler.drain()
+        output = self._told(self.scheduler.drain())
         while self._launched:
             plan, pending = self._launched.popleft()
             self._commit(plan, pending)
@@ -124,6 +220,7 @@ class Engine:
 
     def fail_all(self, message: str) -> StepOutput | None:
         """Ends every request with an error. The engine is of no use afterwards."""
+        self._enter_uncompiled()
         self.scheduler.fail_all(message)
         return self.scheduler.drain()
 
@@ -131,7 +228,9 @@ class Engine:
         self.scheduler.flush_cache()
 
     def stats(self) -> EngineStats:
-        return self.scheduler.stats()
+        stats = self.scheduler.stats()
+        compiling = self._compiling
+        return replace(stats, waiting=stats.waiting + compiling) if compiling else stats
 
     def check_integrity(self) -> None:
         self.scheduler.check_integrity()

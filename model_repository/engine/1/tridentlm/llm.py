@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from tridentlm import grammar
 from tridentlm.config import EngineSettings
 from tridentlm.core.plan import StepOutput
 from tridentlm.core.request import Request, SamplingParams
-from tridentlm.engine import Engine, build_runner
+from tridentlm.engine import Engine, build_runner, load_grammars
 from tridentlm.errors import InternalError, InvalidRequest
 from tridentlm.hub import resolve_model
 from tridentlm.streams import TextStream
@@ -43,7 +44,8 @@ class LLM:
         self.tokenizer = Tokenizer.load(resolve_model(resolved))
         runner, self.name = build_runner(resolved)
         self._eos_token_ids = runner.eos_token_ids
-        self._engine = Engine.from_settings(runner, resolved)
+        grammars = load_grammars(runner, resolved, self.tokenizer)
+        self._engine = Engine.from_settings(runner, resolved, grammars)
         self._next_id = 0
 
     def __enter__(self) -> LLM:
@@ -92,6 +94,8 @@ class LLM:
         if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
             raise InvalidRequest("A prompt must be a text or a list of token ids.", param="prompt")
         self._engine.limits.check_ids(ids)  # before a large id is cut to 32 bits
+        if params.grammar is not None:
+            grammar.check(params.grammar)
         self._next_id += 1
         return Request.build(
             self._next_id,

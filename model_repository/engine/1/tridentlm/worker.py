@@ -43,7 +43,7 @@ from tridentlm.channel import (
     unpack_request,
 )
 from tridentlm.config import EngineSettings
-from tridentlm.engine import Engine, build_runner
+from tridentlm.engine import Engine, build_runner, load_grammars
 from tridentlm.errors import InternalError, TridentError
 from tridentlm.startup import settle
 
@@ -67,7 +67,7 @@ class Worker:
             traceback.print_exc()
             self._send(Failed(as_trident_error(error)))
             return 1
-        engine = Engine.from_settings(runner, settings)
+        engine = Engine.from_settings(runner, settings, load_grammars(runner, settings))
         settle()
         hello = self._inbox.recv_multipart()
         assert hello == [HELLO], "the stub speaks first"

@@ -7,7 +7,9 @@ TextStream <--- channel <--- StepOutput <---------------------Logprobs-----'
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -17,12 +19,17 @@ from tridentlm.core.params import SamplingParams
 
 I32 = npt.NDArray[np.int32]
 I64 = npt.NDArray[np.int64]
+U32 = npt.NDArray[np.uint32]
 F32 = npt.NDArray[np.float32]
+
+
+def _no_rows() -> I32:
+    return np.empty(0, np.int32)
 
 
 @dataclass(frozen=True, slots=True)
 class RequestExtras:
-    """The fields of these names in `SamplingParams`."""
+    """The fields of these names in `SamplingParams`; `grammar` as JSON text, "" for none."""
 
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -31,11 +38,16 @@ class RequestExtras:
     min_tokens: int = 0
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    grammar: str = ""
 
     @classmethod
-    def of(cls, params: SamplingParams) -> RequestExtras | None:
+    def of(cls, params: SamplingParams, max_tokens: int) -> RequestExtras | None:
         """None when the request asks for nothing of this."""
         extras = cls(**{name: getattr(params, name) for name in cls.__slots__})
+        extras = replace(extras, grammar="" if params.grammar is None else _text(params.grammar))
+        if extras.grammar and params.ignore_eos:
+            # EOS alone ends a grammar, so this means: as late as the grammar may end.
+            extras = replace(extras, min_tokens=max_tokens)
         return None if extras == _NOTHING else extras
 
     @classmethod
@@ -49,6 +61,10 @@ class RequestExtras:
 
 
 _NOTHING = RequestExtras()
+
+
+def _text(grammar: Mapping[str, Any]) -> str:
+    return json.dumps(grammar, ensure_ascii=False, separators=(",", ":"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +121,8 @@ class StepExtras:
     bias: F32  # [n]
     penalties: Penalties | None = None
     measured: Measured | None = None
+    constrained: I32 = field(default_factory=_no_rows)  # [G] rows that a grammar constrains
+    allowed: U32 | None = None  # [G, vocab / 32] bits, the lowest first; 1: it may be drawn
 
 
 @dataclass(frozen=True, slots=True)

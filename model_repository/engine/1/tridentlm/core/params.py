@@ -18,6 +18,8 @@ MAX_BIASES = 1024
 class SamplingParams:
     """How the next tokens of one request are chosen, and what is told of them.
 
+    The answer is one that `grammar` describes, if there is one: see `tridentlm.grammar`.
+
     `max_tokens` None: the rest of the context, capped by what the KV pool can hold. `temperature` 0
     is greedy. `top_k` 0 and -1, `top_p` 1 and `min_p` 0 are off. `seed` None: a random one. `stop`
     holds up to 16 texts that end the request; `stop_token_ids` end it like an EOS. `timeout` is in
@@ -54,6 +56,7 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    grammar: Mapping[str, Any] | None = None
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> SamplingParams:
@@ -99,6 +102,12 @@ def _number(low: float, high: float, *, open_low: bool = False) -> Any:
         return float(value)
 
     return check
+
+
+def _object(name: str, value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise InvalidRequest(f"{name} must be an object.", param=name)
+    return value
 
 
 def _flag(name: str, value: Any) -> bool:
@@ -170,4 +179,5 @@ _CHECKS: dict[str, Any] = {
     "logit_bias": _bias,
     "logprobs": _integer(0, MAX_LOGPROBS),
     "prompt_logprobs": _integer(0, MAX_LOGPROBS),
+    "grammar": _object,
 }

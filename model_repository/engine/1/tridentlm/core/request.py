@@ -74,6 +74,7 @@ class Request:
         max_tokens = limits.resolve(len(prompt), params.max_tokens)
         _check_extras(params, max_tokens, limits.vocab_size)
         stops = frozenset(params.stop_token_ids)
+        ignores_eos = params.ignore_eos and params.grammar is None
         return cls(
             id=id,
             prompt=prompt,
@@ -83,12 +84,12 @@ class Request:
             top_k=max(params.top_k, 0),
             min_p=params.min_p,
             seed=secrets.randbits(64) if params.seed is None else params.seed % 2**64,
-            stop_token_ids=stops if params.ignore_eos else stops | eos_token_ids,
+            stop_token_ids=stops if ignores_eos else stops | eos_token_ids,
             deadline=math.inf if params.timeout is None else time.monotonic() + params.timeout,
             priority=params.priority,
             cache_salt=params.cache_salt,
             client=client,
-            extras=RequestExtras.of(params),
+            extras=RequestExtras.of(params, max_tokens),
         )
 
 

@@ -138,10 +138,16 @@ class Scheduler:
         return plan
 
     def _pending(self, slots: I64) -> I64:
-        """Tokens that each slot could compute now: one to decode, more of a prompt."""
+        """Tokens that each slot could compute now: one to decode, more of a prompt.
+
+        What a grammar allows next is known only when the last token has come.
+        """
         table = self.table
         length = table.length[slots]
-        return np.where(length < table.final_len[slots], length - table.computed[slots], 0)
+        blind = table.has_extras[slots] & table.extras.constrained[slots]
+        blind &= table.known[slots] < length
+        can = ~blind & (length < table.final_len[slots])
+        return np.where(can, length - table.computed[slots], 0)
 
     def _with_pages(self) -> I64:
         """The running slots that have pages for what they could compute, after giving out pages.

@@ -39,6 +39,7 @@ class SlotExtras:
         self.min_tokens: I64 = np.zeros(rows, np.int64)
         self.logprobs: I64 = np.full(rows, NOT_ASKED, np.int64)
         self.prompt_logprobs: I64 = np.full(rows, NOT_ASKED, np.int64)
+        self.constrained: npt.NDArray[np.bool_] = np.zeros(rows, np.bool_)  # by a grammar
         self.bias: list[tuple[I32, F32]] = [(NO_IDS, NO_BIAS)] * rows
 
     def admit(self, slot: int, extras: RequestExtras, known_output: int) -> None:
@@ -52,6 +53,7 @@ class SlotExtras:
         self.logprobs[slot] = NOT_ASKED if extras.logprobs is None else extras.logprobs
         told = extras.prompt_logprobs is None or known_output > 0
         self.prompt_logprobs[slot] = NOT_ASKED if told else extras.prompt_logprobs
+        self.constrained[slot] = bool(extras.grammar)
         ids, values = zip(*extras.logit_bias, strict=True) if extras.logit_bias else ((), ())
         self.bias[slot] = np.array(ids, np.int32), np.array(values, np.float32)
 
@@ -74,18 +76,23 @@ def plan_extras(
         bias=values,
         penalties=_penalties(table, sampling, asks),
         measured=_measured(table, slots, starts, context, sampled),
+        constrained=np.flatnonzero(asks & table.extras.constrained[sampling]).astype(np.int32),
     )
 
 
 def _biases(
     table: SlotTable, sampling: I64, asks: npt.NDArray[np.bool_], positions: I64
 ) -> tuple[I32, I32, F32]:
-    """logit_bias, and a ban of the stop tokens of rows that are short of min_tokens."""
+    """logit_bias, and a ban of the stop tokens of rows that are short of min_tokens.
+
+    A grammar may allow nothing but its end: its mask heeds min_tokens itself.
+    """
     extras = table.extras
     asking = np.flatnonzero(asks)
     biases = [extras.bias[slot] for slot in sampling[asking].tolist()]
     counts = [len(ids) for ids, _ in biases]
     short = asks & (positions - table.prompt_len[sampling] < extras.min_tokens[sampling])
+    short &= ~extras.constrained[sampling]
     banned = np.where(short[:, None], table.stop_ids[sampling], -1)
     ban_rows, columns = np.nonzero((banned >= 0) & (banned < extras.vocab_size))
     rows = np.concatenate([np.repeat(asking, counts), ban_rows]).astype(np.int32)

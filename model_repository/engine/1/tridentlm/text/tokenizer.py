@@ -115,6 +115,16 @@ class Tokenizer:
             ) from error
         return str(rendered[0])
 
+    @property
+    def special_ids(self) -> dict[str, int]:
+        """The special tokens' ids by their text."""
+        added = self._backend.get_added_tokens_decoder()
+        return {token.content: i for i, token in added.items() if token.special}
+
+    def to_json(self) -> str:
+        """The tokenizer in the format of tokenizer.json."""
+        return str(self._backend.to_str())
+
     def tokens(self, ids: Iterable[int]) -> list[str | None]:
         """The vocabulary's own spelling of each id; None for an id that it does not hold."""
         return [self._backend.id_to_token(i) for i in ids]

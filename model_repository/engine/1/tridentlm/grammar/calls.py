@@ -1,0 +1,112 @@
+"""Grammars of tool calls, in the formats that models write and `openai_proxy.tools` reads.
+
+hermes        <tool_call>\\n{"name": "f", "arguments": {...}}\\n</tool_call>     one a line
+llama3_json   {"name": "f", "parameters": {...}}                              `; ` between
+mistral       [TOOL_CALLS][{"name": "f", "arguments": {...}}]                 one list; or
+              [TOOL_CALLS]f[ARGS]{...}                         where [ARGS] is a token
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+FORMATS = ("hermes", "llama3_json", "mistral")
+
+Mark = Callable[[str], str]
+"""How a grammar writes a mark: as its special token where it has one, else as text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Calls:
+    """`functions` maps a name to the grammar rule of its arguments. With `parallel` there may be
+    several calls. Unless `required`, there may be none, and text around them."""
+
+    functions: Mapping[str, str]
+    parallel: bool
+    required: bool
+
+
+def literal(text: str) -> str:
+    """A text as a Lark string."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def rules(format: str, calls: Calls, mark: Mark, specials: Mapping[str, int]) -> str:
+    """The Lark rules of a whole answer; it begins at `start`."""
+    if format == "hermes":
+        return _hermes(calls, mark, specials)
+    if format == "llama3_json":
+        return _llama(calls)
+    return _mistral(calls, mark, specials)
+
+
+def _hermes(calls: Calls, mark: Mark, specials: Mapping[str, int]) -> str:
+    opening, closing = mark("<tool_call>"), mark("</tool_call>")
+    body = rf'"\n" object "\n" {closing}'
+    lines = [_objects(calls.functions, "arguments")]
+    if calls.required:
+        more = _more(r'"\n" call', calls.parallel)
+        lines += [f"start: call{more}", f"call: {opening} {body}"]
+    else:
+        lines += [*_text_up_to("<tool_call>", specials), f"call: before {body}"]
+        lines.append(f"start: call{'*' if calls.parallel else '?'} TEXT")
+    return _joined(lines)
+
+
+def _llama(calls: Calls) -> str:
+    start = "start: object" + _more('"; " object', calls.parallel)
+    if not calls.required:
+        start += " | PLAIN"
+    lines = [start, _objects(calls.functions, "parameters")]
+    if not calls.required:
+        lines.append(r"PLAIN: /([^{\s](?s:.*))?/")  # what begins with a brace is a call
+    return _joined(lines)
+
+
+def _mistral(calls: Calls, mark: Mark, specials: Mapping[str, int]) -> str:
+    opening = mark("[TOOL_CALLS]")
+    if "[ARGS]" in specials:
+        between = mark("[ARGS]")
+        named = (f"{literal(name)} {between} {rule}" for name, rule in calls.functions.items())
+        lines = ["named: " + "\n  | ".join(named)]
+        body, again = "named", f"{opening} named"
+    else:
+        lines = [_objects(calls.functions, "arguments")]
+        lines.append('list: "[" object' + _more('", " object', calls.parallel) + ' "]"')
+        body, again = "list", ""
+    more = _more(again, calls.parallel and bool(again))
+    if calls.required:
+        return _joined([f"start: {opening} {body}{more}", *lines])
+    before = _text_up_to("[TOOL_CALLS]", specials)
+    return _joined([f"start: TEXT | before {body}{more}", *before, *lines])
+
+
+def _objects(functions: Mapping[str, str], key: str) -> str:
+    """The rule `object`: one call's JSON, its arguments by the function's own grammar."""
+    choices = []
+    for name, rule in functions.items():
+        head = f'{{"name": {json.dumps(name, ensure_ascii=False)}, "{key}": '
+        choices.append(f"{literal(head)} {rule} {literal('}')}")
+    return "object: " + "\n  | ".join(choices)
+
+
+def _more(again: str, parallel: bool) -> str:
+    return f" ({again})*" if parallel else ""
+
+
+def _text_up_to(mark: str, specials: Mapping[str, int]) -> list[str]:
+    """The rule `before`: any text and then the mark, which TEXT alone never holds."""
+    if mark in specials:
+        return ["TEXT: /(?s:.*)/", f"before: TEXT <[{specials[mark]}]>"]
+    quoted = "".join(f"[{char}]" if char not in "[]^\\" else "\\" + char for char in mark)
+    quoted = quoted.replace("/", "\\/")
+    return [
+        f"TEXT: /(?s:.*)/ & ~/(?s:.*){quoted}(?s:.*)/",
+        f"before[lazy]: /(?s:.*){quoted}/",
+    ]
+
+
+def _joined(lines: Sequence[str]) -> str:
+    return "\n".join(lines) + "\n"
