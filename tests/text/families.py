@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import json
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
 from tokenizers.trainers import BpeTrainer, UnigramTrainer, WordPieceTrainer
 
 CORPUS = [
@@ -24,6 +33,46 @@ def byte_level() -> Tokenizer:
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = BpeTrainer(vocab_size=400, special_tokens=SPECIALS, initial_alphabet=alphabet)
     return _trained(tokenizer, trainer)
+
+
+def qwen() -> Tokenizer:
+    """Qwen's: NFC, words by its own expression, bytes; the marks of its chats are added tokens."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = _words(
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+        r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = BpeTrainer(vocab_size=420, special_tokens=SPECIALS, initial_alphabet=alphabet)
+    return _trained(tokenizer, trainer)
+
+
+def llama_3() -> Tokenizer:
+    """Llama 3's: digits by threes, bytes, merges ignored for whole words, BOS by a template."""
+    tokenizer = Tokenizer(models.BPE(ignore_merges=True))
+    tokenizer.pre_tokenizer = _words(
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+        r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = BpeTrainer(vocab_size=400, special_tokens=SPECIALS, initial_alphabet=alphabet)
+    trained = _trained(tokenizer, trainer)
+    trained.post_processor = processors.Sequence(
+        [
+            processors.ByteLevel(trim_offsets=False),
+            processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)]),
+        ]
+    )
+    return trained
+
+
+def _words(expression: str) -> pre_tokenizers.PreTokenizer:
+    split = pre_tokenizers.Split(Regex(expression), "isolated")
+    bytewise = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return pre_tokenizers.Sequence([split, bytewise])
 
 
 def sentencepiece(*, strip: bool) -> Tokenizer:
@@ -96,6 +145,8 @@ def not_streamable() -> list[Tokenizer]:
 
 FAMILIES = {
     "byte-level": byte_level,
+    "qwen": qwen,
+    "llama-3": llama_3,
     "llama-2": lambda: sentencepiece(strip=True),
     "gemma": lambda: sentencepiece(strip=False),
     "late-replace": late_replace,
