@@ -11,6 +11,7 @@ from tridentlm.errors import (
     Overloaded,
     TridentError,
 )
+from tridentlm.protocol import Candidate, TokenLogprob
 from tridentlm_client.client import AsyncClient, Client, ClientStream, Result
 from tridentlm_client.session import Session
 from tridentlm_client.stream import Delta, End, Stream, Submission
@@ -18,6 +19,7 @@ from tridentlm_client.wire import TlsOptions
 
 __all__ = [
     "AsyncClient",
+    "Candidate",
     "Client",
     "ClientStream",
     "ContextLengthExceeded",
@@ -33,5 +35,6 @@ __all__ = [
     "Stream",
     "Submission",
     "TlsOptions",
+    "TokenLogprob",
     "TridentError",
 ]

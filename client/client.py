@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from tridentlm.errors import TridentError
+from tridentlm.protocol import TokenLogprob
 from tridentlm_client.session import Session
 from tridentlm_client.stream import Delta, End, Stream, Submission
 from tridentlm_client.wire import TlsOptions
@@ -22,6 +23,7 @@ class Result:
     """A finished request. `finish_reason` is stop, length or abort.
 
     `usage` counts tokens: prompt_tokens, completion_tokens, cached_tokens (of the prompt).
+    `logprobs` and `prompt_logprobs` are empty unless the sampling asked for them.
     """
 
     text: str
@@ -29,6 +31,8 @@ class Result:
     finish_reason: str
     stop_reason: str | int | None
     usage: dict[str, Any]
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
 
 
 class AsyncClient:
@@ -80,12 +84,17 @@ class AsyncClient:
         stream = await self._submit(prompt, messages, input_ids, chat_template_kwargs, sampling)
         texts: list[str] = []
         ids: list[int] = []
+        logprobs: list[TokenLogprob] = []
+        of_prompt: list[TokenLogprob] = []
         async for delta in stream:
             texts.append(delta.text)
             ids += (delta.extra or {}).get("token_ids", [])
-        assert stream.end is not None
+            logprobs += delta.logprobs
+            of_prompt += delta.prompt_logprobs
         end = stream.end
-        return Result("".join(texts), ids, end.finish_reason, end.stop_reason, end.usage)
+        assert end is not None
+        reasons = end.finish_reason, end.stop_reason
+        return Result("".join(texts), ids, *reasons, end.usage, logprobs, of_prompt)
 
     async def stream(
         self,

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import orjson
 from tridentlm.errors import TridentError, from_payload
+from tridentlm.protocol import TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +45,27 @@ class Submission:
 
 
 class Delta(NamedTuple):
-    """New text and the number of tokens it stands for. `extra`: {"token_ids": [...]} if asked."""
+    """New text and the number of tokens it stands for. `extra` has what else was asked for.
+
+    Its keys are token_ids, logprobs and prompt_logprobs; the latter two as the wire has them.
+    """
 
     text: str
     count: int  # type: ignore[assignment]
     extra: dict[str, Any] | None = None
+
+    @property
+    def logprobs(self) -> list[TokenLogprob]:
+        """Of the tokens whose text has come with this delta, with `logprobs` in the sampling."""
+        return self._told("logprobs")
+
+    @property
+    def prompt_logprobs(self) -> list[TokenLogprob]:
+        """Of the whole prompt, in one delta, with `prompt_logprobs` in the sampling."""
+        return self._told("prompt_logprobs")
+
+    def _told(self, name: str) -> list[TokenLogprob]:
+        return [TokenLogprob.unpack(entry) for entry in (self.extra or {}).get(name, ())]
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from tridentlm_client import Delta, Stream
 
 from openai_proxy.chunks import DONE, Choice, Envelope, ParsedChoice, finish_reason_of
 from openai_proxy.errors import error_body
+from openai_proxy.logprobs import block_of, extras_of, prompt_logprobs_of
 from openai_proxy.output import message_of
 from openai_proxy.protocol import Job
 
@@ -61,6 +62,7 @@ class Answer:
         self._streams = streams
         self._envelope = Envelope(job)
         self._reasoning_tokens: int | None = None
+        self._prompt_logprobs: list[Any] | None = None
         self.choices: list[Choice] = []
         if job.stream:
             self.choices = [self._choice(i, stream) for i, stream in enumerate(streams)]
@@ -96,6 +98,8 @@ class Answer:
         self._reasoning_tokens = 0
         choices = [self._whole_choice(i, stream) for i, stream in enumerate(self._streams)]
         fields = self._envelope.fields(chunk=False)
+        if self._prompt_logprobs is not None:
+            fields["prompt_logprobs"] = self._prompt_logprobs
         return orjson.dumps({**fields, "choices": choices, "usage": self.usage()})
 
     def _whole_choice(self, index: int, stream: Stream) -> dict[str, Any]:
@@ -116,13 +120,21 @@ class Answer:
             else:
                 choice["text"] = text
         if job.submissions[index].return_token_ids:
-            lists = ((delta.extra or {}).get("token_ids", ()) for delta in deltas)
-            choice["token_ids"] = [token for ids in lists for token in ids]
+            choice["token_ids"] = extras_of(deltas, "token_ids")
+        self._add_prompt_logprobs(choice, extras_of(deltas, "prompt_logprobs"))
+        entries = extras_of(deltas, "logprobs")
         return choice | {
-            "logprobs": None,
+            "logprobs": block_of(entries, chat=job.chat) if entries else None,
             "finish_reason": reason,
             "stop_reason": end.stop_reason,
         }
+
+    def _add_prompt_logprobs(self, choice: dict[str, Any], entries: list[Any]) -> None:
+        """As vLLM has it: in each choice of a completion, but beside the choices of a chat."""
+        if entries and self._job.chat:
+            self._prompt_logprobs = prompt_logprobs_of(entries)
+        elif entries:
+            choice["prompt_logprobs"] = prompt_logprobs_of(entries)
 
 
 def usage_of(streams: Sequence[Stream], n: int) -> dict[str, Any]:

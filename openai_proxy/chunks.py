@@ -13,6 +13,7 @@ import orjson
 from tridentlm import __version__
 from tridentlm_client import Delta, Stream
 
+from openai_proxy.logprobs import NULL, extras_of, json_of
 from openai_proxy.output import OutputParser, delta_of
 from openai_proxy.protocol import Job
 from openai_proxy.tools import Piece
@@ -53,7 +54,9 @@ class Choice:
         self.completion_tokens = 0
         self._continuous = job.continuous_usage
         self._held_ids: list[int] | None = [] if job.submissions[0].return_token_ids else None
-        chat = envelope.chat
+        asks = job.submissions[0].sampling.get("logprobs") is not None
+        self._held_logprobs: list[Any] | None = [] if asks else None
+        self._chat = chat = envelope.chat
         self._start = b"data: " + _dumps(envelope.fields(chunk=True))[:-1]
         self._start += b',"choices":[{"index":%d,' % index
         self._head = self._start + (b'"delta":{"content":' if chat else b'"text":')
@@ -62,7 +65,7 @@ class Choice:
         self._rest = b',"logprobs":null,"finish_reason":null}]'
         self._end = (b',"usage":null' if job.include_usage else b"") + b"}\n\n"
         self._tail = self._close + self._rest + self._end
-        self._plain = not self._continuous and self._held_ids is None
+        self._plain = not self._continuous and self._held_ids is None and not asks
 
     @property
     def reasoning_tokens(self) -> int:
@@ -82,13 +85,10 @@ class Choice:
             self.completion_tokens += sum(delta.count for delta in deltas)
         if self._plain:
             return self._head + _dumps(text) + self._tail if text else None
-        if self._held_ids is not None:
-            for delta in deltas:
-                self._held_ids += (delta.extra or {}).get("token_ids", ())
+        self._hold(deltas)
         if not text:
             return None
-        body = self._head + _dumps(text) + self._close + self._take_ids()
-        return body + self._rest + self._usage_end()
+        return self._head + _dumps(text) + self._close + self._more()
 
     def finish(self) -> bytes:
         end = self.stream.end
@@ -96,11 +96,29 @@ class Choice:
         self.completion_tokens = end.usage.get("completion_tokens", self.completion_tokens)
         reason = self._reason(end.finish_reason)
         reasons = _dumps({"finish_reason": reason, "stop_reason": end.stop_reason})
-        body = self._start + self._empty + self._take_ids() + b',"logprobs":null,' + reasons[1:]
-        return body + b"]" + self._usage_end()
+        body = self._start + self._empty + self._take_ids() + self._take_logprobs()
+        return body + b"," + reasons[1:] + b"]" + self._usage_end()
 
     def _reason(self, finish_reason: str) -> str:
         return finish_reason
+
+    def _hold(self, deltas: list[Delta]) -> None:
+        """Keeps what the deltas carry beside text for the next event that is written."""
+        if self._held_ids is not None:
+            self._held_ids += extras_of(deltas, "token_ids")
+        if self._held_logprobs is not None:
+            self._held_logprobs += extras_of(deltas, "logprobs")
+
+    def _more(self) -> bytes:
+        """What follows an event's text when a request has asked for more than text."""
+        told = self._take_logprobs()
+        return self._take_ids() + told + b',"finish_reason":null}]' + self._usage_end()
+
+    def _take_logprobs(self) -> bytes:
+        if not self._held_logprobs:
+            return NULL
+        entries, self._held_logprobs = self._held_logprobs, []
+        return json_of(entries, chat=self._chat)
 
     def _take_ids(self) -> bytes:
         if not self._held_ids:
@@ -134,9 +152,7 @@ class ParsedChoice(Choice):
 
     def text(self, deltas: list[Delta]) -> bytes | None:
         self.completion_tokens += sum(delta.count for delta in deltas)
-        if self._held_ids is not None:
-            for delta in deltas:
-                self._held_ids += (delta.extra or {}).get("token_ids", ())
+        self._hold(deltas)
         return self._events(self._parser.push(deltas)) or None
 
     def finish(self) -> bytes:
@@ -144,13 +160,7 @@ class ParsedChoice(Choice):
 
     def _events(self, pieces: list[Piece]) -> bytes:
         return b"".join(
-            self._start
-            + b'"delta":'
-            + _dumps(delta_of(piece))
-            + self._take_ids()
-            + self._rest
-            + self._usage_end()
-            for piece in pieces
+            self._start + b'"delta":' + _dumps(delta_of(piece)) + self._more() for piece in pieces
         )
 
     def _reason(self, finish_reason: str) -> str:

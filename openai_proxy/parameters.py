@@ -43,12 +43,7 @@ OFF: dict[str, Callable[[Any], bool]] = {
     "logprobs": _false,
     "top_logprobs": _zero,
     "prompt_logprobs": _never,
-    "logit_bias": _empty,
-    "presence_penalty": _zero,
-    "frequency_penalty": _zero,
-    "repetition_penalty": only(1),
     "length_penalty": only(1),
-    "min_tokens": _zero,
     "tools": _empty,
     "tool_choice": only("none", "auto"),
     "parallel_tool_calls": only(True, False),
@@ -61,6 +56,7 @@ OFF: dict[str, Callable[[Any], bool]] = {
     "guided_regex": _never,
     "guided_choice": _never,
     "guided_grammar": _never,
+    "grammar": _never,
     "json_schema": _never,
     "regex": _never,
     "ebnf": _never,
@@ -75,7 +71,6 @@ OFF: dict[str, Callable[[Any], bool]] = {
     "store": _false,
     "service_tier": only("auto", "default"),
     "use_beam_search": _false,
-    "include_stop_str_in_output": _false,
     "no_stop_trim": _false,
     "stop_regex": _empty,
     "bad_words": _empty,
@@ -166,10 +161,13 @@ def count(body: Mapping[str, Any], name: str, most: int) -> int:
 
 
 def sampling_of(
-    body: Mapping[str, Any], default_max_tokens: int | None, default_timeout: float
+    body: Mapping[str, Any],
+    default_max_tokens: int | None,
+    default_timeout: float,
+    more: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The sampling fields that the body sets, checked, with the proxy's defaults filled in."""
-    sampling = {n: body[n] for n in SAMPLING if body.get(n) is not None}
+    """The sampling fields that the body sets and `more`, checked, with the proxy's defaults."""
+    sampling = {n: body[n] for n in SAMPLING if body.get(n) is not None} | dict(more or {})
     limit = "max_completion_tokens" if body.get("max_completion_tokens") is not None else None
     if limit is not None:
         sampling["max_tokens"] = body[limit]

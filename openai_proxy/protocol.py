@@ -19,13 +19,15 @@ from tridentlm.errors import (
 from tridentlm.text.messages import check_messages
 from tridentlm_client import End, Submission
 
-from openai_proxy import chat, parameters
+from openai_proxy import chat, logprobs, parameters
 from openai_proxy.chat import ToolRequest
 from openai_proxy.output import OutputFormat
 from openai_proxy.settings import ProxySettings
 
-CHAT_FIELDS = parameters.SERVED | chat.FIELDS | {"messages", "max_completion_tokens"}
-COMPLETION_FIELDS = parameters.SERVED | {"prompt"}
+CHAT_FIELDS = (
+    parameters.SERVED | chat.FIELDS | logprobs.CHAT_FIELDS | {"messages", "max_completion_tokens"}
+)
+COMPLETION_FIELDS = parameters.SERVED | logprobs.COMPLETION_FIELDS | {"prompt"}
 COMPLETION_MAX_TOKENS = 16
 MAX_N = 128
 MAX_CHOICES = 1024
@@ -79,7 +81,7 @@ def parse_chat(body: Mapping[str, Any], served_model: str, settings: ProxySettin
     tools = chat.tools_of(body)
     submission = Submission(
         messages=messages,
-        sampling=parameters.sampling_of(body, None, settings.timeout),
+        sampling=parameters.sampling_of(body, None, settings.timeout, logprobs.chat_sampling(body)),
         return_token_ids=parameters.flag(body, "return_token_ids"),
         chat_template_kwargs=chat.template_kwargs(body, tools),
         chat_template=chat.template_of(body, settings.trust_request_chat_template),
@@ -90,7 +92,8 @@ def parse_chat(body: Mapping[str, Any], served_model: str, settings: ProxySettin
 def parse_completion(body: Mapping[str, Any], served_model: str, settings: ProxySettings) -> Job:
     """Raises InvalidRequest with `param`."""
     parameters.refuse_unbuilt(body, COMPLETION_FIELDS)
-    sampling = parameters.sampling_of(body, COMPLETION_MAX_TOKENS, settings.timeout)
+    told = logprobs.completion_sampling(body)
+    sampling = parameters.sampling_of(body, COMPLETION_MAX_TOKENS, settings.timeout, told)
     with_ids = parameters.flag(body, "return_token_ids")
     submissions = [
         Submission(

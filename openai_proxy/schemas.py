@@ -29,6 +29,15 @@ class _Sampling(BaseModel):
     cache_salt: str | None = Field(
         None, max_length=256, description="Cached prompts are shared with the same salt only."
     )
+    min_tokens: int = Field(0, ge=0, description="Nothing ends the output before.")
+    include_stop_str_in_output: bool = False
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    repetition_penalty: float = Field(1.0, gt=0, le=100)
+    logit_bias: dict[str, float] | None = Field(
+        None, max_length=1024, description="By token id, from -100 to 100."
+    )
+    prompt_logprobs: int | None = Field(None, ge=0, le=20, description="Not with stream.")
 
 
 class StreamOptions(BaseModel):
@@ -80,6 +89,8 @@ class ChatCompletionRequest(_Sampling):
     max_completion_tokens: int | None = Field(
         None, ge=1, description="The default is the rest of the context."
     )
+    logprobs: bool = False
+    top_logprobs: int | None = Field(None, ge=0, le=20, description="Needs logprobs.")
     chat_template_kwargs: dict[str, Any] | None = None
     chat_template: str | None = Field(
         None, description="Refused unless the server trusts the templates of requests."
@@ -93,7 +104,9 @@ class ChatCompletionRequest(_Sampling):
 
 class CompletionRequest(_Sampling):
     prompt: str | list[str] | list[int] | list[list[int]]
-    max_tokens: int | None = Field(16, ge=1)
+    max_tokens: int | None = Field(16, ge=0, description="0 with echo or prompt_logprobs only.")
+    logprobs: int | None = Field(None, ge=0, le=20)
+    echo: bool = Field(False, description="The text begins with the prompt's.")
 
 
 class PromptTokensDetails(BaseModel):
@@ -114,6 +127,7 @@ class Usage(BaseModel):
 
 class _Choice(BaseModel):
     index: int
+    logprobs: dict[str, Any] | None
     finish_reason: Literal["stop", "length", "tool_calls"]
     stop_reason: str | int | None = Field(description="The stop text or token id that was met.")
 
@@ -133,6 +147,7 @@ class ChatChoice(_Choice):
 
 class CompletionChoice(_Choice):
     text: str
+    prompt_logprobs: list[dict[str, Any] | None] | None = None
 
 
 class _Answer(BaseModel):
@@ -146,6 +161,7 @@ class _Answer(BaseModel):
 class ChatCompletion(_Answer):
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
+    prompt_logprobs: list[dict[str, Any] | None] | None = None
 
 
 class Completion(_Answer):

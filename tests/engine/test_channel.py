@@ -18,6 +18,7 @@ from tridentlm.channel import (
     unpack_message,
     unpack_request,
 )
+from tridentlm.core.extras import Logprobs, RequestExtras
 from tridentlm.core.plan import EngineStats, StepOutput
 from tridentlm.core.request import Request
 from tridentlm.errors import ContextLengthExceeded, ModelNotFound
@@ -41,6 +42,33 @@ def test_requests_arrive_whole_with_the_time_that_is_left() -> None:
             assert getattr(after, name) == getattr(before, name)
         assert after.stop_token_ids == before.stop_token_ids
     assert [request.deadline for request in got] == [math.inf, 1010.0]
+
+
+def test_extras_arrive_equal_and_are_nothing_where_nobody_asks() -> None:
+    bias = ((7, -100.0), (2**31 - 1, 0.25))
+    extras = RequestExtras(1.5, -0.5, 1.1, bias, min_tokens=3, logprobs=0, prompt_logprobs=20)
+    prompt = np.array([5], np.int32)
+    sent = [Request(1, prompt, 9, extras=extras), Request(2, prompt, 9)]
+    got = [unpack_request(*part, now=0.0) for part in split_add(pack_add(sent, now=0.0))]
+    assert [request.extras for request in got] == [extras, None]
+
+
+def test_log_probabilities_arrive_with_their_step() -> None:
+    told = Logprobs(
+        np.array([3, 3]),
+        np.array([1, 2]),
+        np.array([[5, 6, 7], [8, 9, 10]], np.int32),
+        np.array([[-0.5, -0.25, -np.inf], [-1, -2, -3]], np.float32),
+        np.array([2, 1], np.int32),
+    )
+    ids, tokens, finish = np.array([3]), np.array([17], np.int32), np.array([0], np.uint8)
+    got = unpack_message(pack_message(Step(StepOutput(ids, tokens, finish, logprobs=told), STATS)))
+    assert isinstance(got, Step)
+    assert got.output.logprobs is not None
+    for name in ("ids", "positions", "tokens", "values", "ranks"):
+        before, after = getattr(told, name), getattr(got.output.logprobs, name)
+        assert after.dtype == before.dtype
+        assert after.tolist() == before.tolist()
 
 
 @pytest.mark.parametrize(

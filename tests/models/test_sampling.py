@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -94,9 +95,11 @@ def chi_square(observed: npt.NDArray[Any], expected: npt.NDArray[Any]) -> float:
 LOGITS = [1.0, 3.0, 0.5, 2.5, 2.5, -1.0, 2.0, -40.0, 0.0, 1.5]
 
 
-def filtered(temperature: float, min_p: float, top_k: int, top_p: float) -> npt.NDArray[Any]:
+def filtered(
+    temperature: float, min_p: float, top_k: int, top_p: float, logits: Sequence[float] = LOGITS
+) -> npt.NDArray[Any]:
     """The distribution that a request asks for, written down plainly in float64."""
-    weights = np.exp(np.array(LOGITS) / temperature)
+    weights = np.exp(np.array(logits) / temperature)
     weights[weights < min_p * weights.max()] = 0
     ranking = sorted(range(len(weights)), key=lambda token: (-weights[token], token))
     weights[ranking[top_k or len(ranking) :]] = 0

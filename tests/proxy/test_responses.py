@@ -277,7 +277,7 @@ def test_a_disconnect_aborts_it(http: httpx.Client, session: FakeSession, stream
         ({"input": "x", "include": ["message.output_text.logprobs"]}, "include"),
         ({"input": "x", "tools": [{"type": "web_search"}]}, "tools[0]"),
         ({"input": "x", "tool_choice": "required"}, "tool_choice"),
-        ({"input": "x", "logit_bias": {"1": 1}}, "logit_bias"),
+        ({"input": "x", "logprobs": True}, "logprobs"),
     ],
 )
 def test_what_cannot_be_done_is_named(

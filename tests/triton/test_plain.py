@@ -21,6 +21,7 @@ class Client:
 
     def __init__(self) -> None:
         self.texts: list[str] = []
+        self.told: list[dict[str, list[Any]]] = []
         self.end: dict[str, Any] | None = None
         self.error: TridentError | None = None
         self.beats = 0
@@ -29,10 +30,16 @@ class Client:
         self.gate.set()
 
     def send_output(
-        self, text: str, ids: list[int], end: dict[str, Any] | None, relay: str | None
+        self,
+        text: str,
+        ids: list[int],
+        told: dict[str, list[Any]],
+        end: dict[str, Any] | None,
+        relay: str | None,
     ) -> None:
         self.gate.wait(5)
         self.texts.append(text)
+        self.told.append(told)
         self.end = end
 
     def send_heartbeat(self, relay: str) -> None:

@@ -15,20 +15,27 @@ from tridentlm.core.request import Request, SamplingParams
 from tridentlm.engine import Engine, build_runner, load_grammars
 from tridentlm.errors import InternalError, InvalidRequest
 from tridentlm.hub import resolve_model
+from tridentlm.protocol import TokenLogprob
 from tridentlm.streams import TextStream
 from tridentlm.text import Tokenizer
+from tridentlm.tokenlog import TokenLog, tell
 
 Prompt = str | Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """An answer. `token_ids` holds all that were generated, a stop token or string included."""
+    """An answer. `token_ids` holds all that were generated, a stop token or string included.
+
+    `logprobs` are of these, after those of an echoed prompt; None when they were not asked for.
+    """
 
     text: str
     token_ids: list[int]
     finish_reason: str
     prompt_tokens: int
+    logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob] | None = None
 
 
 class LLM:
@@ -115,11 +122,15 @@ class LLM:
             self.tokenizer.detokenizer(params.skip_special_tokens),
             arrived=0.0,
             keep_ids=True,
+            echo=request.prompt.tolist() if params.echo else (),
+            log=TokenLog.of(params, request.prompt, self.tokenizer.texts),
         )
 
     def _feed(self, streams: dict[int, TextStream], output: StepOutput) -> None:
         if output.errors:
             raise InternalError(next(iter(output.errors.values())))
+        if output.logprobs is not None:
+            tell(output.logprobs, lambda id: streams[id].log)
         rows = (array.tolist() for array in (output.ids, output.tokens, output.finish))
         for request_id, token, finish in zip(*rows, strict=True):
             stream = streams[request_id]
@@ -140,4 +151,10 @@ def completion(stream: TextStream) -> Completion:
     text, _, token_ids = stream.take()
     assert stream.end is not None, "every request has ended"
     assert token_ids is not None, "the stream keeps its ids"
-    return Completion(text, token_ids, stream.end["finish_reason"], stream.prompt_tokens)
+    told = stream.take_logprobs() or {}
+    logprobs, of_prompt = (
+        [TokenLogprob.unpack(entry) for entry in told[name]] if name in told else None
+        for name in ("logprobs", "prompt_logprobs")
+    )
+    reason = stream.end["finish_reason"]
+    return Completion(text, token_ids, reason, stream.prompt_tokens, logprobs, of_prompt)

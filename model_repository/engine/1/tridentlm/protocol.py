@@ -9,7 +9,8 @@ A frame is one JSON array, made once a step for all requests of a session:
     seq     1, 2, 3, ... in a session, without gaps, whatever stream carries it
     uids    requests with news in this frame; texts, counts: their text delta and its token count
     ends    {uid: end} of requests that ended: {"finish_reason", "stop_reason", "usage", "error"?}
-    extras  {uid: {"token_ids": [...]}} for requests that asked
+    extras  {uid: {"token_ids": [ids], "logprobs": [entries], "prompt_logprobs": [entries]}} for
+            requests that asked, each as far as there is news; an entry is a TokenLogprob
     status  null, or the engine's `status` object: in a session's first frame, once a second, and
             whenever `up` or `draining` changes. A session without a frame for STALE_SECONDS has
             lost its engine.
@@ -55,6 +56,41 @@ class Op:
     DRAIN = "drain"
     FLUSH_CACHE = "flush_cache"
     STATUS = "status"
+
+
+class Candidate(NamedTuple):
+    """A token at one place. `rank`: 1 for the likeliest. -9999 stands for minus infinity.
+
+    `token` is its text by itself; `raw` has its bytes where they are not that text's UTF-8.
+    """
+
+    token_id: int
+    logprob: float | None
+    rank: int | None
+    token: str
+    raw: list[int] | None
+
+    @property
+    def bytes(self) -> list[int]:
+        return list(self.token.encode()) if self.raw is None else self.raw
+
+
+class TokenLogprob(NamedTuple):
+    """What is told of one token: [offset, candidate, [candidates]] in a frame.
+
+    `offset` is where its text begins in the request's text, in characters; None in
+    `prompt_logprobs`. `top` are the likeliest, in falling order. A prompt's first token has no
+    logprob and no `top`.
+    """
+
+    offset: int | None
+    chosen: Candidate
+    top: list[Candidate]
+
+    @classmethod
+    def unpack(cls, entry: list[Any]) -> TokenLogprob:
+        offset, chosen, top = entry
+        return cls(offset, Candidate(*chosen), [Candidate(*candidate) for candidate in top])
 
 
 class Frame(NamedTuple):

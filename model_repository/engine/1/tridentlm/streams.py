@@ -7,11 +7,15 @@ worker --(id, token, finish)--> feed() --> pending text, count, ids --> take() -
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from tridentlm.core.request import FinishReason, SamplingParams
 from tridentlm.errors import TridentError
 from tridentlm.text import IncrementalDetokenizer, StopChecker
+from tridentlm.tokenlog import TokenLog
+
+NO_TOKEN = -1
 
 
 class Outlet(Protocol):
@@ -25,6 +29,7 @@ class TextStream:
     """State of one running request in the stub. `id` is the engine's, `uid` the client's.
 
     `end` is None while the request runs, then {"finish_reason", "stop_reason", "usage", "error"?}.
+    `log` has the log-probabilities if the request asks for any.
     """
 
     __slots__ = (
@@ -33,12 +38,16 @@ class TextStream:
         "_count",
         "_detokenizer",
         "_ids",
+        "_includes_stop",
+        "_max_tokens",
+        "_min_tokens",
         "_stop_checker",
         "_stop_token_ids",
         "_texts",
         "arrived",
         "end",
         "id",
+        "log",
         "outlet",
         "prompt_tokens",
         "timeout",
@@ -56,7 +65,10 @@ class TextStream:
         *,
         arrived: float,
         keep_ids: bool,
+        echo: Sequence[int] = (),
+        log: TokenLog | None = None,
     ) -> None:
+        """`echo`: the prompt's ids if the text shall begin with them."""
         self.id = id
         self.uid = uid
         self.outlet = outlet
@@ -67,11 +79,17 @@ class TextStream:
         self._detokenizer = detokenizer
         self._stop_checker = StopChecker(params.stop) if params.stop else None
         self._stop_token_ids = params.stop_token_ids
+        self._includes_stop = params.include_stop_str_in_output
+        self._min_tokens = params.min_tokens
+        self._max_tokens = params.max_tokens
+        self.log = log
         self._completion_tokens = 0
         self._cached_tokens = 0
         self._texts: list[str] = []
         self._count = 0
         self._ids: list[int] | None = [] if keep_ids else None
+        for token in echo:
+            self._echo(token)
 
     @property
     def started(self) -> bool:
@@ -83,13 +101,20 @@ class TextStream:
 
     def feed(self, token: int, finish: int) -> None:
         """Takes one step's result: a token (-1: none) and a FinishReason value."""
+        if self._max_tokens == 0 and token >= 0:
+            token, finish = NO_TOKEN, FinishReason.LENGTH
         if token >= 0:
             self._completion_tokens += 1
             self._count += 1
             if self._ids is not None:
                 self._ids.append(token)
-            if finish != FinishReason.STOP:
-                self._emit(self._detokenizer.push(token))
+            if self.log is not None:
+                self.log.begin()
+            if finish != FinishReason.STOP or self._includes_stop:
+                text = self._detokenizer.push(token)
+                if self.log is not None:
+                    self.log.length += len(text)
+                self._emit(text)
         if finish and self.end is None:
             self._finish(FinishReason(finish), token)
 
@@ -106,13 +131,30 @@ class TextStream:
             self._ids = []
         return taken
 
+    def take_logprobs(self) -> dict[str, list[Any]] | None:
+        """What `log` has for the text that was taken; None for a request that does not ask."""
+        return None if self.log is None else self.log.take(self.end is not None)
+
+    def _echo(self, token: int) -> None:
+        text = self._detokenizer.push(token)
+        self._texts.append(text)
+        if self.log is not None:
+            self.log.begin_echo()
+            self.log.length += len(text)
+            self.log.sent += len(text)
+
     def _emit(self, text: str) -> None:
-        if text and self._stop_checker is not None:
-            text = self._stop_checker.push(text)
-            if self._stop_checker.matched is not None:
-                self._close("stop", self._stop_checker.matched)
+        checker = self._stop_checker
+        if text and checker is not None and self._completion_tokens > self._min_tokens:
+            text = checker.push(text)
+            if checker.matched is not None:
+                if self._includes_stop:
+                    text += checker.matched
+                self._close("stop", checker.matched)
         if text:
             self._texts.append(text)
+            if self.log is not None:
+                self.log.sent += len(text)
 
     def _finish(self, reason: FinishReason, token: int) -> None:
         self._emit(self._detokenizer.flush())

@@ -43,7 +43,10 @@ class RequestExtras:
     @classmethod
     def of(cls, params: SamplingParams, max_tokens: int) -> RequestExtras | None:
         """None when the request asks for nothing of this."""
-        extras = cls(**{name: getattr(params, name) for name in cls.__slots__})
+        extras = cls(
+            **{name: getattr(params, name) for name in cls.__slots__ if name != "prompt_logprobs"},
+            prompt_logprobs=_prompt_logprobs(params),
+        )
         extras = replace(extras, grammar="" if params.grammar is None else _text(params.grammar))
         if extras.grammar and params.ignore_eos:
             # EOS alone ends a grammar, so this means: as late as the grammar may end.
@@ -65,6 +68,12 @@ _NOTHING = RequestExtras()
 
 def _text(grammar: Mapping[str, Any]) -> str:
     return json.dumps(grammar, ensure_ascii=False, separators=(",", ":"))
+
+
+def _prompt_logprobs(params: SamplingParams) -> int | None:
+    """An echo tells of the prompt's tokens what it tells of the others."""
+    asked = [params.prompt_logprobs, params.logprobs if params.echo else None]
+    return max((top for top in asked if top is not None), default=None)
 
 
 @dataclass(frozen=True, slots=True)

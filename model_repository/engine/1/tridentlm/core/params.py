@@ -32,7 +32,8 @@ class SamplingParams:
     `repetition_penalty` divides positive and multiplies negative logits of generated tokens and of
     those in the prompt. `logit_bias`, (id, value) pairs, is added to logits. `logprobs` n tells of
     each token its log-probability and that of the n likeliest, `prompt_logprobs` likewise of the
-    prompt; None: of none.
+    prompt; None: of none. With `echo` the text, and what is told of its tokens, begins with the
+    prompt's. `max_tokens` 0 is for requests that only ask for their prompt's.
     """
 
     max_tokens: int | None = None
@@ -57,6 +58,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     grammar: Mapping[str, Any] | None = None
+    echo: bool = False
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> SamplingParams:
@@ -70,6 +72,8 @@ class SamplingParams:
             raise InvalidRequest(f"Unknown sampling parameter: {unknown[0]}.", param=unknown[0])
         given = {name: value for name, value in values.items() if value is not None}
         params = cls(**{name: _CHECKS[name](name, value) for name, value in given.items()})
+        if params.max_tokens == 0 and not params.echo and params.prompt_logprobs is None:
+            raise InvalidRequest("max_tokens must be at least 1, got 0.", param="max_tokens")
         if params.max_tokens is not None and params.min_tokens > params.max_tokens:
             raise InvalidRequest(
                 f"min_tokens must be at most max_tokens, which is {params.max_tokens}; "
@@ -158,7 +162,7 @@ def _bias(name: str, value: Any) -> tuple[tuple[int, float], ...]:
 
 
 _CHECKS: dict[str, Any] = {
-    "max_tokens": _integer(1),
+    "max_tokens": _integer(0),
     "temperature": _number(0, 100),
     "top_p": _number(0, 1, open_low=True),
     "top_k": _integer(-1),
@@ -180,4 +184,5 @@ _CHECKS: dict[str, Any] = {
     "logprobs": _integer(0, MAX_LOGPROBS),
     "prompt_logprobs": _integer(0, MAX_LOGPROBS),
     "grammar": _object,
+    "echo": _flag,
 }

@@ -71,7 +71,9 @@ class Request:
         Raises InvalidRequest (or ContextLengthExceeded) if it can never be served.
         """
         limits.check_ids(prompt)
-        max_tokens = limits.resolve(len(prompt), params.max_tokens)
+        # A step is needed to have the prompt's logits; its token is nobody's when none is wanted.
+        wanted = 1 if params.max_tokens == 0 else params.max_tokens
+        max_tokens = limits.resolve(len(prompt), wanted)
         _check_extras(params, max_tokens, limits.vocab_size)
         stops = frozenset(params.stop_token_ids)
         ignores_eos = params.ignore_eos and params.grammar is None

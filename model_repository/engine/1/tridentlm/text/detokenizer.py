@@ -50,9 +50,9 @@ def detokenizer_factory(
     added = backend.get_added_tokens_decoder()
     special = frozenset(t.content for t in added.values() if t.special)
     skipped = special if skip_special_tokens else frozenset()
-    steps = _decoder_steps(backend)
-    if [step["type"] for step in steps] == ["ByteLevel"]:
+    if is_byte_level(backend):
         return partial(ByteLevelDetokenizer, BytePieces(backend, skipped))
+    steps = _decoder_steps(backend)
     if not _is_local(steps):
         names = "+".join(step["type"] for step in steps)
         raise InvalidRequest(f"Tokenizers with the decoder {names} are not supported.")
@@ -176,6 +176,10 @@ class PieceDetokenizer:
         self._run = []
         self._first = False
         return text
+
+
+def is_byte_level(backend: tokenizers.Tokenizer) -> bool:
+    return [step["type"] for step in _decoder_steps(backend)] == ["ByteLevel"]
 
 
 def _decoder_steps(backend: tokenizers.Tokenizer) -> list[dict[str, Any]]:

@@ -15,6 +15,7 @@ from tridentlm.hub import ModelFiles
 from tridentlm.text.conversion import converted
 from tridentlm.text.detokenizer import IncrementalDetokenizer, detokenizer_factory
 from tridentlm.text.messages import check_messages
+from tridentlm.text.pieces import TokenTexts
 
 RESERVED = ("messages", "conversations", "chat_template", "return_assistant_tokens_mask")
 
@@ -40,6 +41,7 @@ class Tokenizer:
         self._factories = {skip: detokenizer_factory(backend, skip) for skip in (False, True)}
         self.eos_token_ids = frozenset(eos_token_ids)
         self.vocab_size = backend.get_vocab_size()
+        self.texts = TokenTexts(backend)
 
     @classmethod
     def load(cls, files: ModelFiles) -> Tokenizer:

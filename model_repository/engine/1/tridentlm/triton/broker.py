@@ -205,7 +205,7 @@ class Broker:
             arrived=time.monotonic(),
             keep_ids=keep_ids,
             echo=prompt.tolist() if params.echo else (),
-            log=TokenLog.of(params, prompt.tolist(), self._tokenizer.texts),
+            log=TokenLog.of(params, prompt, self._tokenizer.texts),
         )
         self._ledger.enter(key, stream)
         return request, stream

@@ -40,10 +40,17 @@ class FrameResponder(tensors.Responder):
 
 class OutputResponder(tensors.Responder):
     def send_output(
-        self, text: str, ids: list[int], end: dict[str, Any] | None, relay: str | None
+        self,
+        text: str,
+        ids: list[int],
+        told: dict[str, list[Any]],
+        end: dict[str, Any] | None,
+        relay: str | None,
     ) -> None:
         reason = "" if end is None else end["finish_reason"]
         outputs = _outputs(text, ids, reason, relay)
+        if told:
+            outputs.append(tensors.text_tensor("logprobs", orjson.dumps(told)))
         if end is not None:
             outputs.append(tensors.text_tensor("usage", orjson.dumps(end["usage"])))
             if "error" in end:

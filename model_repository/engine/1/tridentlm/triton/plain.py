@@ -23,8 +23,14 @@ RELAY_SILENCE_SECONDS = 0.5
 
 class PlainResponder(Protocol):
     def send_output(
-        self, text: str, ids: list[int], end: dict[str, Any] | None, relay: str | None
-    ) -> None: ...
+        self,
+        text: str,
+        ids: list[int],
+        told: dict[str, list[Any]],
+        end: dict[str, Any] | None,
+        relay: str | None,
+    ) -> None:
+        """`told`: the log-probabilities that there are, as in a frame's extras."""
 
     def send_heartbeat(self, relay: str) -> None: ...
 
@@ -49,6 +55,7 @@ class PlainRequest:
         self._lock = threading.Lock()
         self._texts: list[str] = []
         self._ids: list[int] = []
+        self._told: dict[str, list[Any]] = {}
         self._end: dict[str, Any] | None = None
         self._last_sent = time.monotonic()
         self._sent_any = False
@@ -58,6 +65,8 @@ class PlainRequest:
         with self._lock:
             self._texts.append(text)
             self._ids += ids or ()
+            for name, entries in (stream.take_logprobs() or {}).items():
+                self._told.setdefault(name, []).extend(entries)
             self._end = stream.end
         if stream.end is not None or self._streaming:
             self._sender.put(self)
@@ -65,17 +74,17 @@ class PlainRequest:
     def send_pending(self) -> bool:
         """Sends what waits; True when that was the last response. Called by the sender thread."""
         with self._lock:
-            text, ids, end = "".join(self._texts), self._ids, self._end
+            text, ids, told, end = "".join(self._texts), self._ids, self._told, self._end
             if end is None and not self._streaming:
                 return False
-            self._texts, self._ids = [], []
+            self._texts, self._ids, self._told = [], [], {}
         if not text and not ids and end is None:
             return False
         relay = self._relay_name()
         if end is not None and "error" in end and not self._sent_any:
             self._responder.fail(from_payload(end["error"]))
         else:
-            self._responder.send_output(text, ids, end, relay)
+            self._responder.send_output(text, ids, told, end, relay)
         self._note_sent()
         return end is not None
 

@@ -19,6 +19,7 @@ from tridentlm.config import EngineSettings
 from tridentlm.errors import EngineDown, InternalError, TridentError
 from tridentlm.protocol import STATUS_SECONDS
 from tridentlm.streams import TextStream
+from tridentlm.tokenlog import TokenLog, tell
 from tridentlm.triton.ledger import Ledger
 from tridentlm.triton.metrics import Metrics
 from tridentlm.triton.process import EngineProcess
@@ -97,6 +98,8 @@ class Pump:
             if (stream := ledger.get(id)) is not None:
                 stream.set_cached(cached_tokens)
                 self._metrics.first_token(now - stream.arrived)
+        if output.logprobs is not None:
+            tell(output.logprobs, self._log_of)
         sessions: set[Session] = set()
         ended: list[TextStream] = []
         rows = zip(output.ids.tolist(), output.tokens.tolist(), output.finish.tolist(), strict=True)
@@ -120,6 +123,10 @@ class Pump:
             self._flush(session)
         self._metrics.step(step, now)
         self._metrics.ended(ended, now)
+
+    def _log_of(self, id: int) -> TokenLog | None:
+        stream = self._ledger.get(id)
+        return None if stream is None else stream.log
 
     def _fail_all(self, error: TridentError) -> None:
         streams = self._ledger.streams()

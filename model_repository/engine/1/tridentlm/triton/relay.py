@@ -21,7 +21,7 @@ from tridentlm.startup import settle
 from tridentlm.triton import tensors
 from tridentlm.triton.watchdog import exit_with_server
 
-OUTPUTS = ("text_output", "token_ids", "finish_reason", "usage", "error")
+OUTPUTS = ("text_output", "token_ids", "logprobs", "finish_reason", "usage", "error")
 REMEMBERED_ABORTS = 4096
 
 

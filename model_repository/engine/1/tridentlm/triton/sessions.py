@@ -78,6 +78,8 @@ class Session:
             counts.append(count)
             if ids:
                 extras[uid] = {"token_ids": ids}
+            if stream.log is not None and (told := stream.take_logprobs()):
+                extras.setdefault(uid, {}).update(told)
             if stream.end is not None:
                 ends[uid] = stream.end
         self._seq += 1

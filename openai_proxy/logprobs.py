@@ -1,0 +1,116 @@
+"""Log-probabilities: what a request may ask, and OpenAI's two shapes of the answer.
+
+    chat         {"content": [{"token", "logprob", "bytes", "top_logprobs": [...]}, ...]}
+    completions  {"tokens", "token_logprobs", "top_logprobs": [{token: logprob}], "text_offset"}
+
+Every token counted in `completion_tokens` has an entry, an ending one too. In the completions'
+`top_logprobs` the token itself comes first. Minus infinity is -9999.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import orjson
+from tridentlm.core.params import MAX_LOGPROBS
+from tridentlm.errors import InvalidRequest
+from tridentlm_client import Candidate, Delta, TokenLogprob
+
+from openai_proxy import parameters
+
+CHAT_FIELDS = frozenset({"logprobs", "top_logprobs", "prompt_logprobs"})
+COMPLETION_FIELDS = frozenset({"logprobs", "prompt_logprobs", "echo"})
+NULL = b',"logprobs":null'
+
+
+def chat_sampling(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The sampling fields of a chat's `logprobs` (true) and `top_logprobs` (how many)."""
+    asks, top = parameters.flag(body, "logprobs"), body.get("top_logprobs")
+    if top is not None and (type(top) is not int or not 0 <= top <= MAX_LOGPROBS):
+        raise InvalidRequest(
+            f"top_logprobs must be an integer from 0 to {MAX_LOGPROBS}, got {top!r}.",
+            param="top_logprobs",
+        )
+    if top and not asks:
+        raise InvalidRequest("top_logprobs needs logprobs: true.", param="top_logprobs")
+    return _with_prompt(body, {"logprobs": top or 0} if asks else {})
+
+
+def completion_sampling(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The sampling fields of `logprobs` (how many) and `echo`."""
+    names = ("logprobs", "echo")
+    return _with_prompt(body, {name: body[name] for name in names if body.get(name) is not None})
+
+
+def _with_prompt(body: Mapping[str, Any], sampling: dict[str, Any]) -> dict[str, Any]:
+    if body.get("prompt_logprobs") is not None:
+        if body.get("stream"):
+            raise InvalidRequest(
+                "prompt_logprobs are not available with stream: true.", param="prompt_logprobs"
+            )
+        sampling["prompt_logprobs"] = body["prompt_logprobs"]
+    return sampling
+
+
+def extras_of(deltas: Sequence[Delta], name: str) -> list[Any]:
+    """What the deltas carry under `name`, one after another."""
+    return [item for delta in deltas for item in (delta.extra or {}).get(name, ())]
+
+
+def block_of(entries: Sequence[Any], *, chat: bool) -> dict[str, Any]:
+    """The `logprobs` object of a choice, from entries as they come over the wire."""
+    told = [TokenLogprob.unpack(entry) for entry in entries]
+    if chat:
+        return {"content": [_chat_entry(token) for token in told], "refusal": None}
+    return {
+        "tokens": [token.chosen.token for token in told],
+        "token_logprobs": [token.chosen.logprob for token in told],
+        "top_logprobs": [_likeliest(token) for token in told],
+        "text_offset": [token.offset for token in told],
+    }
+
+
+def json_of(entries: Sequence[Any], *, chat: bool) -> bytes:
+    """`block_of` as the member of a JSON object; null without entries."""
+    return b',"logprobs":' + orjson.dumps(block_of(entries, chat=chat)) if entries else NULL
+
+
+def prompt_logprobs_of(entries: Sequence[Any]) -> list[dict[str, Any] | None]:
+    """vLLM's `prompt_logprobs`: by token id, for each token of the prompt; None for the first."""
+    told = [TokenLogprob.unpack(entry) for entry in entries]
+    return [
+        {
+            str(candidate.token_id): {
+                "logprob": candidate.logprob,
+                "rank": candidate.rank,
+                "decoded_token": candidate.token,
+            }
+            for candidate in (token.chosen, *token.top)
+        }
+        if token.chosen.logprob is not None
+        else None
+        for token in told
+    ]
+
+
+def _chat_entry(token: TokenLogprob) -> dict[str, Any]:
+    return _candidate(token.chosen) | {"top_logprobs": [_candidate(other) for other in token.top]}
+
+
+def _candidate(candidate: Candidate) -> dict[str, Any]:
+    return {
+        "token": candidate.token,
+        "logprob": candidate.logprob,
+        "bytes": candidate.bytes,
+    }
+
+
+def _likeliest(token: TokenLogprob) -> dict[str, float | None] | None:
+    """Of two tokens with one text the likelier stays."""
+    if token.chosen.logprob is None:
+        return None
+    likeliest: dict[str, float | None] = {}
+    for candidate in (token.chosen, *token.top):
+        likeliest.setdefault(candidate.token, candidate.logprob)
+    return likeliest
