@@ -17,12 +17,13 @@ from tridentlm.core.request import Limits
 from tridentlm.eager import PendingTokens, TorchExecutor, profile_plan
 from tridentlm.errors import InvalidRequest
 from tridentlm.hub import ModelFiles
-from tridentlm.memory import GIB, resolve_limits
+from tridentlm.memory import check_weights, measure_room, report, resolve_limits, step_budget
 from tridentlm.models import loading
 from tridentlm.models.checkpoint import Checkpoint, SafetensorsFolder
 from tridentlm.models.config import ModelConfig
 from tridentlm.models.decoder import Decoder
 from tridentlm.models.eos import eos_token_ids
+from tridentlm.models.fp8 import held_bytes
 from tridentlm.models.gguf import GGUFModel
 from tridentlm.parallel.divide import divided
 from tridentlm.parallel.group import Group
@@ -63,6 +64,7 @@ class ModelRunner:
         config = divided(whole, group.shard.size)
         self.backend = _backend(settings, config, self._dtype, self._device)
         self._kv_dtype = _kv_dtype(settings, self.backend, self._dtype)
+        check_weights(settings, whole, self._dtype, self._device, group.shard.size)
         with torch.inference_mode():
             merged = loading.load(
                 whole,
@@ -72,23 +74,23 @@ class ModelRunner:
                 shard=group.shard,
                 quantize=settings.quantize == "fp8",
             )
+            weight_bytes = sum(held_bytes(tensor, self._dtype) for tensor in merged.values())
             self._decoder = Decoder(config, merged, self._ops(), group)
         self.eos_token_ids = config.eos_token_ids
         for folder in {files.path, files.tokenizer_path}:
             self.eos_token_ids |= eos_token_ids(folder)
         self._end_stage("weights")
+        self._graph_bytes = 0
         self._graph_max_batch = min(settings.cuda_graph_max_batch, settings.max_running)
         settings = replace(settings, page_size=settings.page_size or PAGE_SIZES[self.backend])
         with torch.inference_mode():
             group.least(0)  # all have loaded: what they compute together from here on can begin
-            limits = resolve_limits(
-                settings,
-                config,
-                self._kv_dtype,
+            room = measure_room(
                 self._device,
-                lambda n: self._profile(settings, n),
-                ranks=group.shard.size,
+                lambda: self._profile(settings, step_budget(settings, self._device)),
+                group.shard.size,
             )
+            limits = resolve_limits(settings, config, self._kv_dtype, self._device, room)
             self.limits = replace(limits, num_pages=group.least(limits.num_pages))
             self._end_stage("profile")
             self._executor = self._make_executor(self.limits, self.limits.num_pages)
@@ -96,12 +98,11 @@ class ModelRunner:
                 self._warm_up()
                 self._end_stage("warm-up")
         page_bytes = KVCache.page_bytes(config, self.limits.page_size, self._kv_dtype)
+        report(self.limits, page_bytes, weight_bytes, self._graph_bytes, room, group.shard)
         logger.info(
-            "Ready in %.1f s (%s); the KV cache holds %d tokens (%.2f GiB)",
+            "Ready in %.1f s (%s)",
             sum(self.startup_seconds.values()),
             ", ".join(f"{name} {spent:.1f}" for name, spent in self.startup_seconds.items()),
-            self.limits.num_pages * self.limits.page_size,
-            self.limits.num_pages * page_bytes / GIB,
         )
 
     def launch(self, plan: StepPlan) -> PendingTokens:
@@ -134,7 +135,9 @@ class ModelRunner:
         self._end_stage("cache")
         sizes = batch_sizes(self._graph_max_batch) if graph_sizes is None else graph_sizes
         executor = CudaExecutor(self._decoder, backend, limits, sizes)
+        before = torch.cuda.memory_reserved(self._device)
         executor.capture()
+        self._graph_bytes = torch.cuda.memory_reserved(self._device) - before
         self._end_stage("graphs")
         return executor
 

@@ -86,11 +86,18 @@ def scaled_product(
 
 def has_products(weight: torch.Tensor) -> bool:
     """Whether the weight's device multiplies e4m3 numbers of its sizes."""
-    return (
-        weight.device.type == "cuda"
-        and torch.cuda.get_device_capability(weight.device) >= CAPABILITY
-        and not any(size % MULTIPLE for size in weight.shape)
-    )
+    return has_units(weight.device) and not any(size % MULTIPLE for size in weight.shape)
+
+
+def has_units(device: torch.device) -> bool:
+    """Whether the device multiplies e4m3 numbers."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= CAPABILITY
+
+
+def held_bytes(weight: torch.Tensor, dtype: torch.dtype) -> int:
+    """Bytes that a loaded weight takes once it is part of a model that computes in `dtype`."""
+    is_dequantized = weight.dtype == E4M3 and not has_products(weight)
+    return weight.numel() * dtype.itemsize if is_dequantized else weight.nbytes
 
 
 def expand_blocks(

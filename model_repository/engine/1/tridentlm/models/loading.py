@@ -23,7 +23,7 @@ from tridentlm.models.fp8 import expand_blocks, quantize_rows
 from tridentlm.models.inventory import Piece, find_all
 from tridentlm.models.quant import Quantization
 from tridentlm.models.shard import Shard, Sliceable, Split
-from tridentlm.models.weights import WHOLE, Part, layout
+from tridentlm.models.weights import WHOLE, Part, is_linear, layout
 
 PROGRESS_SECONDS = 1.0
 
@@ -89,12 +89,11 @@ def _stays_fp8(
     name: str, pieces: Iterable[Piece], quantization: Quantization | None, quantize: bool
 ) -> bool:
     """Whether a weight is kept in e4m3: if all its parts have one scale per row, or get one."""
-    if not name.endswith(".weight") or "experts" in name:
+    if not is_linear(name):
         return False
     if quantization is None:
         return quantize
-    by_row = quantization.block is None and quantization.activations != "none"
-    return by_row and all(piece.scale for piece in pieces)
+    return quantization.by_row and all(piece.scale for piece in pieces)
 
 
 class _Filler:

@@ -81,6 +81,12 @@ class Quantization:
         activations = _activations(groups[0].get("input_activations"))
         return cls(strategy, "weight_scale", None, activations, ignored)
 
+    @property
+    def by_row(self) -> bool:
+        """Whether a layer can be computed in e4m3 with one scale per row; others are dequantized
+        as they are loaded."""
+        return self.block is None and self.activations != "none"
+
     def ignores(self, module: str) -> bool:
         """Whether `module` (a dotted name) or what it is part of is in the ignore list, which may
         hold last names alone, and patterns after `re:`."""

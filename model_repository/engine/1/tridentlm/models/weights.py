@@ -22,8 +22,7 @@ class Part(NamedTuple):
 def layout(config: ModelConfig) -> dict[str, list[Part]]:
     """Each weight of the decoder and the tensors that it is stacked from, along dimension 0.
 
-    `config` is the whole model's. A rank stacks its shares of the parts. The names of linear
-    layers' weights, which may be quantized, end in `.weight`.
+    `config` is the whole model's. A rank stacks its shares of the parts.
     """
     hidden, vocab = config.hidden_size, config.vocab_size
     rows = Split(0, vocab)
@@ -38,6 +37,11 @@ def layout(config: ModelConfig) -> dict[str, list[Part]]:
             prefixed = [part._replace(name=f"model.layers.{index}.{part.name}") for part in parts]
             weights[f"layers.{index}.{name}"] = prefixed
     return weights
+
+
+def is_linear(name: str) -> bool:
+    """Whether `name` is the weight of a linear layer, which may be quantized."""
+    return name.endswith(".weight") and ".experts" not in name
 
 
 def _layer_layout(config: ModelConfig, index: int) -> dict[str, list[Part]]:

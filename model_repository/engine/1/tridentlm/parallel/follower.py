@@ -15,6 +15,7 @@ import threading
 import traceback
 from multiprocessing.connection import Connection
 
+from tridentlm import memory
 from tridentlm.errors import InternalError, TridentError
 from tridentlm.parallel.group import joined
 from tridentlm.parallel.leader import Job
@@ -45,6 +46,7 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.enable()
     logging.basicConfig(level=logging.WARNING, format="engine rank: %(message)s")
+    logging.getLogger(memory.__name__).setLevel(logging.INFO)
     leader = Connection(int(sys.argv[1]))
     threading.Thread(target=end_with, args=(leader,), daemon=True).start()
     try:
