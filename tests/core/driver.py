@@ -36,6 +36,10 @@ def make_request(
     return Request(request_id, prompt, max_tokens, **fields)
 
 
+PATIENCE = 8
+"""In place of queue.PATIENCE, which short traffic would not reach."""
+
+
 class Reckless(ExpectedLength):
     """Expects every answer to end with the next token, so that preemptions are many."""
 
@@ -52,13 +56,21 @@ class Driver:
         scheduler: type[Scheduler] = Scheduler,
         policy: Policy = fcfs,
         reserve: bool = False,
+        mixed_tokens: int = 0,
         checked: bool = True,
         expected: ExpectedLength | None = None,
     ) -> None:
         self.scheduler = scheduler(
-            limits, cache=cache, policy=policy, reserve=reserve, expected=expected
+            limits,
+            cache=cache,
+            policy=policy,
+            reserve=reserve,
+            mixed_tokens=mixed_tokens,
+            expected=expected,
         )
         self.checked = checked
+        self.scheduler._queue.patience = PATIENCE
+        self.most_waiting = 0
         self.runner = FakeRunner(limits)
         self.requests: dict[int, Request] = {}
         self.tokens: dict[int, list[int]] = {}
@@ -109,13 +121,27 @@ class Driver:
     def check(self) -> None:
         if self.checked:
             self.scheduler.check_integrity()
+            self.check_waiting()
+
+    def check_waiting(self) -> None:
+        """Nobody is overtaken for ever: a bound on the admissions that a request sees go by.
+
+        Beyond its patience these are of older requests, which are not many at any time, each once
+        and again after a preemption.
+        """
+        scheduler = self.scheduler
+        waiting = scheduler._queue._entries.values()
+        self.most_waiting = max(self.most_waiting, len(waiting))
+        bound = PATIENCE + 3 * (self.most_waiting + scheduler.limits.max_running)
+        admissions = scheduler._admission.count
+        assert all(admissions - entry.seen <= bound for entry in waiting), "a request starves"
 
     def step(self) -> None:
         """One iteration of an engine with one step in flight."""
         if self.launch() is not None:
             self.collect()
         self.drain()
-        self.scheduler.check_integrity()
+        self.check()
 
     def run(self, steps_in_flight: int = 1, limit: int = 10_000) -> None:
         """Runs until nothing is left, and checks that nothing is."""

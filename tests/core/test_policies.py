@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tridentlm.core.queue
 from tridentlm.core.policy import POLICIES
 from tridentlm.core.radix import RadixCache
 from tridentlm.core.request import Request
@@ -52,9 +51,9 @@ def test_longest_cached_prefix_first() -> None:
 
 
 @pytest.mark.parametrize("policy", ["priority", "longest-prefix"])
-def test_no_policy_overtakes_anyone_for_ever(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tridentlm.core.queue, "PATIENCE", 5)
+def test_no_policy_overtakes_anyone_for_ever(policy: str) -> None:
     driver = one_slot(policy)
+    driver.scheduler._queue.patience = 5
     favoured = np.arange(20, dtype=np.int32)
     driver.add(Request(0, favoured, 1))
     driver.add(make_request(1, prompt_len=10, max_tokens=1, priority=9))

@@ -67,6 +67,22 @@ def test_first_come_is_first_served_and_nobody_overtakes_a_large_one() -> None:
     assert driver.first == [1, 2, 3]
 
 
+def test_prompts_beside_decodes_get_no_more_than_their_share_and_alone_the_whole_budget() -> None:
+    driver = Driver(make_limits(max_step_tokens=16), mixed_tokens=3)
+    driver.add(make_request(1, prompt_len=20, max_tokens=9))
+    alone = driver.launch()
+    assert alone is not None
+    assert alone.num_tokens == 16
+    driver.collect()
+    driver.step()
+    driver.add(make_request(2, prompt_len=9, max_tokens=9))
+    mixed = driver.launch()
+    assert mixed is not None
+    assert np.diff(mixed.query_starts).tolist() == [1, 3]
+    driver.collect()
+    driver.run()
+
+
 def test_row_ahead_of_its_tokens_takes_them_from_the_device() -> None:
     driver = Driver(make_limits())
     driver.add(make_request(1, max_tokens=3))

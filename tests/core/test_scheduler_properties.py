@@ -50,6 +50,7 @@ class Traffic(RuleBasedStateMachine):
         cached=st.booleans(),
         policy=st.sampled_from(list(POLICIES.values())),
         reserve=st.booleans(),
+        mixed_tokens=st.integers(0, 20),
         reckless=st.booleans(),
     )
     def start(
@@ -63,6 +64,7 @@ class Traffic(RuleBasedStateMachine):
         cached: bool,
         policy: Policy,
         reserve: bool,
+        mixed_tokens: int,
         reckless: bool,
     ) -> None:
         self.limits = Limits(
@@ -80,6 +82,7 @@ class Traffic(RuleBasedStateMachine):
             cache=RadixCache(page_size) if cached else None,
             policy=policy,
             reserve=reserve,
+            mixed_tokens=mixed_tokens,
             expected=Reckless() if reckless else None,
         )
         self.driver = self.make_driver()

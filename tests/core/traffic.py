@@ -1,6 +1,6 @@
 """Seeded random traffic on a scheduler over the hashing fake model, checked after every step.
 
-    python -m tests.core.traffic --steps 5000000 --seed 0 --processes 2
+    python -m tests.core.traffic --steps 5000000 --seed 0 [--processes 2]
 
 Each world draws its limits, cache, policy and admission from its seed, takes random arrivals,
 aborts, deadlines, flushes and engine failures for some hundred steps, and must then come to an end
@@ -48,12 +48,14 @@ class World:
         self.steps_in_flight = int(rng.integers(1, 3))
         cached, reserve, reckless = rng.random() < 0.8, rng.random() < 0.2, rng.random() < 0.7
         policy = POLICIES[str(rng.choice(list(POLICIES)))]
+        mixed_tokens = int(rng.integers(0, 2) * rng.integers(1, 20))
         self.make_driver = lambda: Driver(
             self.limits,
             checked=checked,
             cache=RadixCache(page_size) if cached else None,
             policy=policy,
             reserve=reserve,
+            mixed_tokens=mixed_tokens,
             expected=Reckless() if reckless else None,
         )
         self.driver = self.make_driver()

@@ -15,6 +15,7 @@ PATIENCE = 1024
 
 class WaitingQueue:
     def __init__(self, policy: Policy) -> None:
+        self.patience = PATIENCE
         self._policy = policy
         self._entries: dict[int, Entry] = {}  # by request id, in order of arrival
         self._clients: Counter[str] = Counter()
@@ -68,13 +69,13 @@ class WaitingQueue:
         the fewest slots before the others, each with its own requests in the policy's order.
         """
         oldest = next(iter(self._entries.values()), None)
-        if oldest is not None and admissions - oldest.seen >= PATIENCE:
+        if oldest is not None and admissions - oldest.seen >= self.patience:
             yield oldest
         order = self._policy(self._entries.values(), prefix_length)
         if len(self._clients) > 1:
             order = _take_turns(order, Counter(running))
         for entry in order:
-            if entry is not oldest or admissions - entry.seen < PATIENCE:
+            if entry is not oldest or admissions - entry.seen < self.patience:
                 yield entry
 
     def _enter(self, entry: Entry) -> None:

@@ -25,6 +25,7 @@ import numpy as np
 
 from tridentlm.core.admission import Admission
 from tridentlm.core.cache import NullCache, PrefixCache
+from tridentlm.core.endings import Endings, no_output
 from tridentlm.core.expect import ExpectedLength
 from tridentlm.core.extras import Logprobs
 from tridentlm.core.kv import KVPages
@@ -33,12 +34,16 @@ from tridentlm.core.planner import plan_step
 from tridentlm.core.policy import Policy, fcfs
 from tridentlm.core.queue import WaitingQueue
 from tridentlm.core.request import FinishReason, Limits, Request
-from tridentlm.core.table import NO_TOKEN, SlotTable
+from tridentlm.core.table import SlotTable
 from tridentlm.errors import InvalidRequest
 
 
 class Scheduler:
-    """`reserve`: admission sets aside all pages that max_tokens may need; nobody is preempted."""
+    """`reserve`: admission sets aside all pages that max_tokens may need; nobody is preempted.
+
+    `mixed_tokens`: prompt tokens computed in a step in which others decode, who wait for them; 0:
+    as many as the step's budget leaves.
+    """
 
     def __init__(
         self,
@@ -47,11 +52,13 @@ class Scheduler:
         cache: PrefixCache | None = None,
         policy: Policy = fcfs,
         reserve: bool = False,
+        mixed_tokens: int = 0,
         expected: ExpectedLength | None = None,
     ) -> None:
         self.limits = limits
         self.table = SlotTable(limits)
         self.kv = KVPages(limits, self.table, cache or NullCache())
+        self._mixed_tokens = mixed_tokens
         self._queue = WaitingQueue(policy)
         self._expected = expected or ExpectedLength()
         self._admission = Admission(
@@ -60,8 +67,7 @@ class Scheduler:
         self._slot_of: dict[int, int] = {}  # admitted requests
         self._running: I64 = np.empty(0, np.int64)  # their slots, without those that are leaving
         self._launched: deque[StepPlan] = deque()
-        self._ended: dict[int, FinishReason] = {}  # terminal outputs not yet handed out
-        self._errors: dict[int, str] = {}
+        self._endings = Endings()
         self._steps = 0
         self._generation_tokens = 0
         self._preemptions = 0
@@ -71,7 +77,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether anything is unfinished, in flight or not yet reported."""
-        return bool(len(self._queue) or self._slot_of or self._launched or self._ended)
+        return bool(len(self._queue) or self._slot_of or self._launched or self._endings)
 
     def add(self, request: Request) -> None:
         """Queues a request. Raises InvalidRequest if it can never be served, or if its id lives."""
@@ -90,8 +96,7 @@ class Scheduler:
 
     def fail(self, request_id: int, message: str) -> None:
         """Ends a request with an error, also one that `add` refused."""
-        self._end(request_id, FinishReason.ERROR)
-        self._errors[request_id] = message
+        self._end(request_id, FinishReason.ERROR, message)
 
     def fail_all(self, message: str) -> None:
         for request_id in [*self._queue, *self._slot_of]:
@@ -120,7 +125,7 @@ class Scheduler:
         # Decodes first, so that a long prompt's chunks take only what the budget leaves.
         order = np.argsort(pending != 1, kind="stable")
         slots, pending = slots[order], pending[order]
-        room = self.limits.max_step_tokens - (np.cumsum(pending) - pending)
+        room = self._budget(pending) - (np.cumsum(pending) - pending)
         take = np.minimum(pending, room)
         chosen = take > 0
         if not chosen.any():
@@ -148,6 +153,11 @@ class Scheduler:
         blind &= table.known[slots] < length
         can = ~blind & (length < table.final_len[slots])
         return np.where(can, length - table.computed[slots], 0)
+
+    def _budget(self, pending: I64) -> int:
+        """Tokens that the step may compute."""
+        most, decodes = self.limits.max_step_tokens, int((pending == 1).sum())
+        return min(most, decodes + self._mixed_tokens) if decodes and self._mixed_tokens else most
 
     def _with_pages(self) -> I64:
         """The running slots that have pages for what they could compute, after giving out pages.
@@ -209,7 +219,7 @@ class Scheduler:
         self._admission.enqueue(entry)
 
     def _admit(self, pending: I64) -> None:
-        budget = self.limits.max_step_tokens - int(pending.sum())
+        budget = self._budget(pending) - int(pending.sum())
         running = self._running
         admitted = self._admission.admit(running, running[pending > 1], budget)
         for slot in admitted:
@@ -252,39 +262,19 @@ class Scheduler:
         left = plan.slots[table.leaving[plan.slots] & ~table.finished[plan.slots]]
         for slot in left[table.in_flight[left] == 0].tolist():
             self._requeue(slot)
-        return self._with_ended(output)
+        return self._endings.add_to(output)
 
     def _running_of(self, logprobs: Logprobs) -> Logprobs | None:
         """Without those of requests that have ended."""
         keep = np.isin(logprobs.ids, list(self._slot_of))
         return logprobs.of(keep) if keep.any() else None
 
-    def _cached(self, slot: int) -> int:
-        entry = self.table.entries[slot]
-        assert entry is not None
-        assert entry.cached is not None
-        return entry.cached
-
     def drain(self) -> StepOutput | None:
         """Terminal outputs of requests that ended outside a step; None if there are none."""
-        if not self._ended:
-            return None
-        return self._with_ended(
-            StepOutput(np.empty(0, np.int64), np.empty(0, np.int32), np.empty(0, np.uint8))
-        )
+        return self._endings.add_to(no_output()) if self._endings else None
 
-    def _with_ended(self, output: StepOutput) -> StepOutput:
-        if self._ended:
-            count = len(self._ended)
-            output.ids = np.append(output.ids, np.fromiter(self._ended, np.int64, count))
-            output.tokens = np.append(output.tokens, np.full(count, NO_TOKEN, np.int32))
-            reasons = np.fromiter(self._ended.values(), np.uint8, count)
-            output.finish = np.append(output.finish, reasons)
-            output.errors, self._ended, self._errors = self._errors, {}, {}
-        return output
-
-    def _end(self, request_id: int, reason: FinishReason) -> None:
-        self._ended[request_id] = reason
+    def _end(self, request_id: int, reason: FinishReason, message: str | None = None) -> None:
+        self._endings.note(request_id, reason, message)
         if not self._queue.remove(request_id):
             slot = self._slot_of.get(request_id)
             if slot is not None:
