@@ -124,6 +124,18 @@ def test_gguf_metadata_and_tensor_names_make_the_same_config() -> None:
         ({"qwen3.rope.scaling.type": "longrope"}, "longrope"),
         ({"qwen3.rope.dimension_count": 8}, "partial"),
         ({"qwen3.block_count": 0}, "block_count"),
+        ({"qwen3.attention.sliding_window": 64}, "sliding_window"),
+        ({"qwen3.expert_count": 8}, "Experts.*qwen3"),
+        ({"qwen3.final_logit_softcapping": 30.0}, "final_logit_softcapping 30"),
+        (
+            {
+                "qwen3.rope.scaling.type": "yarn",
+                "qwen3.rope.scaling.factor": 4.0,
+                "qwen3.rope.scaling.yarn_log_multiplier": 0.1,
+            },
+            "yarn_log_multiplier",
+        ),
+        ({"qwen3.rope.scaling.type": "yarn"}, "rotary scaling.*factor"),
     ],
 )
 def test_gguf_metadata_that_the_decoder_cannot_do_is_refused(

@@ -11,35 +11,10 @@ from typing import Any
 from tridentlm.errors import InvalidRequest, ModelNotFound
 from tridentlm.models.families import Family, family_of, gguf_family
 from tridentlm.models.quant import Quantization
+from tridentlm.models.refusals import GGUF_NEUTRAL, HF_NEUTRAL, refuse_unknown
 from tridentlm.models.rope import Rope
 
 Shape = tuple[int, ...]
-
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "hidden_act": ("silu",),
-    "mlp_bias": (False,),
-    "attn_logit_softcapping": (),
-    "final_logit_softcapping": (),
-    "query_pre_attn_scalar": (),
-    "attention_multiplier": (),
-    "embedding_multiplier": (1.0,),
-    "residual_multiplier": (1.0,),
-    "logits_scaling": (1.0,),
-    "logit_scale": (1.0,),
-    "attention_chunk_size": (),
-    "no_rope_layers": ([],),
-    "no_rope_layer_interval": (),
-    "clip_qkv": (),
-    "use_qk_norm": (False,),
-    "n_shared_experts": (0,),
-    "num_shared_experts": (0,),
-    "shared_expert_intermediate_size": (0,),
-    "n_group": (0, 1),
-    "scoring_func": ("softmax",),
-    "routed_scaling_factor": (1.0,),
-}
-"""Fields of config.json that change what a model computes, and their values that do not. Another
-value is refused. Absent and null are always neutral."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +99,7 @@ class ModelConfig:
             names = ("tie_word_embeddings", "eos_token_id", "quantization_config")
             values = {**values, **{name: outer[name] for name in names if name in outer}}
         family = family_of((values.get("architectures") or [None])[0], values.get("model_type"))
-        _refuse_variants(values)
+        refuse_unknown(values, HF_NEUTRAL)
         heads, hidden = (_integer(values, n) for n in ("num_attention_heads", "hidden_size"))
         kv_heads, layers = values.get("num_key_value_heads"), _integer(values, "num_hidden_layers")
         head_dim = int(values.get("head_dim") or hidden // heads)
@@ -205,15 +180,6 @@ def token_ids(value: Any) -> frozenset[int]:
     )
 
 
-def _refuse_variants(values: Mapping[str, Any]) -> None:
-    for name, neutral in NEUTRAL.items():
-        value = values.get(name)
-        if value is not None and value not in neutral:
-            raise InvalidRequest(
-                f"{name} {value!r} in config.json is not supported.", param="model"
-            )
-
-
 def _window(family: Family, values: Mapping[str, Any], layers: int) -> tuple[int, frozenset[int]]:
     """The window and the layers that have it: by `layer_types`, else by the family's rule."""
     switched_off = family.window_switch and not values.get("use_sliding_window")
@@ -257,6 +223,7 @@ def _experts(values: Mapping[str, Any], layers: int) -> Experts | None:
 
 
 def _refuse_gguf_variants(values: Mapping[str, Any], longest: int, family: Family) -> None:
+    refuse_unknown(values, GGUF_NEUTRAL)
     window = int(values.get("attention.sliding_window", 0))
     if 0 < window < longest:
         raise InvalidRequest("attention.sliding_window in GGUF is not supported.", param="model")

@@ -9,7 +9,7 @@ from typing import Any
 
 from tridentlm.errors import InvalidRequest
 
-ALWAYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+ALWAYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "finetuned"}
 FIELDS = {
     "default": set[str](),
     "linear": {"factor"},
