@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ import torch
 from tridentlm.errors import InvalidRequest
 from tridentlm.models.checkpoint import E4M3, Checkpoint, DummyCheckpoint
 from tridentlm.models.config import ModelConfig, Shape
-from tridentlm.models.fp8 import expand_blocks, quantize_rows
+from tridentlm.models.fp8 import expand_blocks, has_products, quantize_rows
 from tridentlm.models.inventory import Piece, find_all
 from tridentlm.models.quant import Quantization
 from tridentlm.models.shard import Shard, Sliceable, Split
@@ -65,6 +65,8 @@ def load(
         else:
             merged[name] = fill.plain(parts)
     fill.progress.log()
+    if config.quantization or quantize:
+        _tell_form(merged, dtype)
     return merged
 
 
@@ -83,6 +85,20 @@ def dummy(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Dumm
                 if quantization.activations == "static":
                     tensors[f"{module}.input_scale"] = ((1,), torch.float32)
     return DummyCheckpoint(tensors, device)
+
+
+def _tell_form(merged: Mapping[str, torch.Tensor], dtype: torch.dtype) -> None:
+    """Logs what becomes of FP8 weights, which many devices and forms of scales do not keep."""
+    linears = [tensor for name, tensor in merged.items() if is_linear(name)]
+    kept = sum(tensor.dtype == E4M3 and has_products(tensor) for tensor in linears)
+    name = str(dtype).removeprefix("torch.")
+    logger.info(
+        "FP8: %d of %d linear layers are computed in e4m3, the others' weights take their size in "
+        "%s",
+        kept,
+        len(linears),
+        name,
+    )
 
 
 def _stays_fp8(

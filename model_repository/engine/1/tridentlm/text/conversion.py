@@ -37,7 +37,6 @@ SOURCES = (
 )
 
 GGUF_EOS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
-GGUF_FIELDS = (*GGUF_EOS, "tokenizer.ggml.pre")
 
 logger = logging.getLogger(__name__)
 
@@ -96,12 +95,12 @@ def _read_folder(source: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
 
 
 def _read_gguf(source: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
-    from gguf import GGUFReader
     from transformers import AutoTokenizer
 
+    from tridentlm.models.gguf_header import read_header
+
     backend, extras = _parts(AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name))
-    fields = GGUFReader(source).fields
-    values = {name: field.contents() for name in GGUF_FIELDS if (field := fields.get(name))}
+    values = read_header(source).metadata
     extras["eos_token_ids"] += [int(values[name]) for name in GGUF_EOS if name in values]
     if values.get("tokenizer.ggml.pre") == "smollm":
         # transformers forgets that this vocabulary was learned on single digits: "\n\n1" differs.
