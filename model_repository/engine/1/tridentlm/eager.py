@@ -37,8 +37,7 @@ class TorchExecutor:
     def launch(self, plan: StepPlan) -> PendingTokens:
         count = len(plan.sampled)
         step = self._backend.begin_step(plan)
-        wanted = output_rows(plan)
-        rows = self._to_device(wanted) if len(wanted) < plan.num_tokens else None
+        rows = None if count == plan.num_tokens else self._to_device(output_rows(plan))
         hidden = self._decoder.forward(self._token_ids(plan), step, rows)
         if not len(hidden):
             return PendingTokens(plan, self._last_token[:0])
