@@ -78,8 +78,8 @@ class Clock:
 
     def __post_init__(self) -> None:
         runner = self.runner
-        self.limits, self.eos_token_ids = runner.limits, runner.eos_token_ids
-        self.device, self.dtype, self.close = runner.device, runner.dtype, runner.close
+        self.limits, self.close = runner.limits, runner.close
+        self.device, self.dtype = runner.device, runner.dtype
 
     def launch(self, plan: StepPlan) -> PendingStep:
         started = time.perf_counter()

@@ -70,7 +70,6 @@ class FakeStep:
 class FakeRunner:
     """Executes steps in launch order, and checks each plan against StepPlan's contract."""
 
-    eos_token_ids: frozenset[int] = frozenset()
     device = "fake"
     dtype = "none"
 

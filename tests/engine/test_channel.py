@@ -74,7 +74,7 @@ def test_log_probabilities_arrive_with_their_step() -> None:
 @pytest.mark.parametrize(
     "message",
     [
-        Ready(make_limits(), frozenset({2, 0}), "tiny", "cpu", "float32", 1.5),
+        Ready(make_limits(), "tiny", "cpu", "float32", 1.5),
         Idle(STATS),
     ],
 )

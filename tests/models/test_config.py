@@ -27,7 +27,6 @@ GGUF: dict[str, Any] = {
     "qwen3.attention.head_count_kv": 2,
     "qwen3.attention.key_length": 16,
     "qwen3.rope.freq_base": 1e6,
-    "tokenizer.ggml.eos_token_id": 7,
 }
 SHAPES = {"token_embd.weight": (100, 32)}
 
@@ -36,7 +35,6 @@ def test_fields_that_config_json_leaves_out_have_the_architecture_s_defaults() -
     config = ModelConfig.from_hf(LLAMA)
     assert (config.num_kv_heads, config.head_dim) == (4, 8)
     assert (config.rope.theta, config.rope.factors) == (10000.0, None)
-    assert config.eos_token_ids == frozenset()
     assert not config.tied_head
 
 
@@ -90,13 +88,6 @@ def test_an_unknown_architecture_is_refused_with_the_known_ones() -> None:
     assert all(family.architecture in caught.value.message for family in FAMILIES)
 
 
-@pytest.mark.parametrize(
-    ("value", "ids"), [(None, set()), (5, {5}), ([5, 9], {5, 9})], ids=["none", "one", "list"]
-)
-def test_eos_may_be_an_id_or_a_list(value: Any, ids: set[int]) -> None:
-    assert ModelConfig.from_hf(LLAMA | {"eos_token_id": value}).eos_token_ids == ids
-
-
 def test_a_folder_without_a_readable_config_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFound, match=r"config\.json"):
         ModelConfig.from_folder(tmp_path)
@@ -110,7 +101,6 @@ def test_gguf_metadata_and_tensor_names_make_the_same_config() -> None:
     assert config.family.architecture == "Qwen3ForCausalLM"
     assert (config.vocab_size, config.head_dim, config.num_kv_heads) == (100, 16, 2)
     assert (config.tied_head, config.qkv_bias) == (True, False)
-    assert config.eos_token_ids == {7}
     untied = SHAPES | {"output.weight": (100, 32), "blk.0.attn_q.bias": (64,)}
     config = ModelConfig.from_gguf(GGUF, untied, (1.0,) * 8)
     assert (config.tied_head, config.qkv_bias, config.output_bias) == (False, True, False)

@@ -1,9 +1,6 @@
 from __future__ import annotations
 
-import json
-import shutil
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -91,28 +88,11 @@ def test_sampled_tokens_depend_on_the_seed_and_not_on_the_batch(
     assert runner.launch(alone).collect()[0] == together[7, 0]
 
 
-def test_limits_names_and_eos_come_from_settings_and_model(tiny: Reference, runner: Runner) -> None:
+def test_limits_and_names_come_from_settings_and_model(tiny: Reference, runner: Runner) -> None:
     limits = runner.limits
     assert (limits.num_pages, limits.page_size, limits.max_running) == (PAGES, PAGE, 64)
     assert (limits.max_model_len, limits.vocab_size) == (2048, 384)
     assert (runner.device, runner.dtype) == ("cpu", "float32")
-    assert runner.eos_token_ids == {0, 2}
-
-
-def test_eos_is_the_union_of_config_generation_config_and_tokenizer(
-    tiny: Reference, tmp_path: Path
-) -> None:
-    folder = Path(shutil.copytree(tiny.folder, tmp_path / "model"))
-    for name, change in (
-        ("config.json", {"eos_token_id": 5}),
-        ("generation_config.json", {"eos_token_id": [6, 7]}),
-        ("tokenizer_config.json", {"eos_token": {"content": "<|im_start|>"}}),
-    ):
-        values = json.loads((folder / name).read_text())
-        (folder / name).write_text(json.dumps(values | change))
-    files = replace(tiny.files, path=folder, tokenizer_path=tiny.folder)
-    # im_start is 1; the tokenizer's folder adds its own 0 and 2.
-    assert ModelRunner(SETTINGS, files).eos_token_ids == {0, 1, 2, 5, 6, 7}
 
 
 def test_bfloat16_runs_on_request_and_stays_close(tiny: Reference) -> None:

@@ -46,7 +46,6 @@ class Ready:
     """The engine takes requests. Its first message, or else `Failed` is."""
 
     limits: Limits
-    eos_token_ids: frozenset[int]
     model: str
     device: str
     dtype: str
@@ -137,8 +136,7 @@ def unpack_request(head: dict[str, Any], ids: I32, now: float) -> Request:
 
 def pack_message(message: Message) -> Frames:
     if isinstance(message, Ready):
-        fields = {**asdict(message), "eos_token_ids": sorted(message.eos_token_ids)}
-        return [READY, orjson.dumps(fields)]
+        return [READY, orjson.dumps(asdict(message))]
     if isinstance(message, Failed):
         return [FAILED, orjson.dumps(message.error.payload())]
     if isinstance(message, Idle):
@@ -158,7 +156,6 @@ def unpack_message(frames: Frames) -> Message:
     kind, head = frames[0], orjson.loads(frames[1])
     if kind == READY:
         head["limits"] = Limits(**head["limits"])
-        head["eos_token_ids"] = frozenset(head["eos_token_ids"])
         return Ready(**head)
     if kind == FAILED:
         return Failed(from_payload(head))

@@ -59,7 +59,7 @@ def load_grammars(
     try:
         return Grammars(
             tokenizer,
-            tokenizer.eos_token_ids & runner.eos_token_ids,
+            [i for i in tokenizer.eos_token_ids if i < runner.limits.vocab_size],
             runner.limits.vocab_size,
             settings.threads,
         )

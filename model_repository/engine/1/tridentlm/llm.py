@@ -50,7 +50,6 @@ class LLM:
         resolved = EngineSettings(model=model, **settings)
         self.tokenizer = Tokenizer.load(resolve_model(resolved))
         runner, self.name = build_runner(resolved)
-        self._eos_token_ids = runner.eos_token_ids
         grammars = load_grammars(runner, resolved, self.tokenizer)
         self._engine = Engine.from_settings(runner, resolved, grammars)
         self._next_id = 0
@@ -109,7 +108,7 @@ class LLM:
             ids.astype(np.int32),
             params,
             self._engine.limits,
-            self._eos_token_ids,
+            self.tokenizer.eos_token_ids,
         )
 
     def _stream(self, request: Request, params: SamplingParams) -> TextStream:

@@ -22,7 +22,6 @@ from tridentlm.models import loading
 from tridentlm.models.checkpoint import Checkpoint, SafetensorsFolder
 from tridentlm.models.config import ModelConfig
 from tridentlm.models.decoder import Decoder
-from tridentlm.models.eos import eos_token_ids
 from tridentlm.models.fp8 import held_bytes
 from tridentlm.models.gguf import GGUFModel
 from tridentlm.parallel.divide import divided
@@ -76,9 +75,6 @@ class ModelRunner:
             )
             weight_bytes = sum(held_bytes(tensor, self._dtype) for tensor in merged.values())
             self._decoder = Decoder(config, merged, self._ops(), group)
-        self.eos_token_ids = config.eos_token_ids
-        for folder in {files.path, files.tokenizer_path}:
-            self.eos_token_ids |= eos_token_ids(folder)
         self._end_stage("weights")
         self._graph_bytes = 0
         self._graph_max_batch = min(settings.cuda_graph_max_batch, settings.max_running)

@@ -55,7 +55,6 @@ class SimulatedRunner:
 
     device = "simulated"
     dtype = "none"
-    eos_token_ids: frozenset[int] = frozenset()
 
     def __init__(self, settings: EngineSettings) -> None:
         length = settings.max_model_len or MAX_MODEL_LEN

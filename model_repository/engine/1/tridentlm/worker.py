@@ -74,7 +74,6 @@ class Worker:
         self._send(
             Ready(
                 limits=runner.limits,
-                eos_token_ids=runner.eos_token_ids,
                 model=model,
                 device=runner.device,
                 dtype=runner.dtype,

@@ -25,7 +25,6 @@ class Runner(Protocol):
     """
 
     limits: Limits
-    eos_token_ids: frozenset[int]
     device: str
     dtype: str
 

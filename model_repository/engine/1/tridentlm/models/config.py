@@ -42,7 +42,7 @@ class ModelConfig:
     """Sizes and switches of one decoder.
 
     `window`: tokens that the layers `windowed_layers` attend to, the token itself included.
-    `is_wrapped`: the decoder is one part of a larger model. `eos_token_ids` are the config's own.
+    `is_wrapped`: the decoder is one part of a larger model.
     """
 
     family: Family
@@ -63,7 +63,6 @@ class ModelConfig:
     windowed_layers: frozenset[int]
     experts: Experts | None
     is_wrapped: bool
-    eos_token_ids: frozenset[int]
     quantization: Quantization | None = None
 
     def __post_init__(self) -> None:
@@ -96,7 +95,7 @@ class ModelConfig:
         is_wrapped = isinstance(values.get("text_config"), Mapping)
         if is_wrapped:
             outer, values = values, values["text_config"]
-            names = ("tie_word_embeddings", "eos_token_id", "quantization_config")
+            names = ("tie_word_embeddings", "quantization_config")
             values = {**values, **{name: outer[name] for name in names if name in outer}}
         family = family_of((values.get("architectures") or [None])[0], values.get("model_type"))
         refuse_unknown(values, HF_NEUTRAL)
@@ -127,7 +126,6 @@ class ModelConfig:
             windowed_layers=windowed_layers,
             experts=_experts(values, layers) if family.has_experts else None,
             is_wrapped=is_wrapped,
-            eos_token_ids=token_ids(values.get("eos_token_id")),
             quantization=Quantization.from_hf(values.get("quantization_config")),
         )
 
@@ -166,18 +164,7 @@ class ModelConfig:
             windowed_layers=frozenset(),
             experts=_gguf_experts(values, shapes, layers) if family.has_experts else None,
             is_wrapped=False,
-            eos_token_ids=token_ids(metadata.get("tokenizer.ggml.eos_token_id"))
-            | token_ids(metadata.get("tokenizer.ggml.eot_token_id")),
         )
-
-
-def token_ids(value: Any) -> frozenset[int]:
-    """A config's `eos_token_id`, which is an id, a list of ids, or absent."""
-    if value is None:
-        return frozenset()
-    return (
-        frozenset(map(int, value)) if isinstance(value, (list, tuple)) else frozenset({int(value)})
-    )
 
 
 def _window(family: Family, values: Mapping[str, Any], layers: int) -> tuple[int, frozenset[int]]:

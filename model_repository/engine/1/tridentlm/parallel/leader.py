@@ -85,9 +85,8 @@ class ParallelRunner:
             reason = self._followers.reason() or error
             self._abandon()
             raise reason from error
-        self.limits, self.eos_token_ids = self._runner.limits, self._runner.eos_token_ids
+        self.limits, self.startup_seconds = self._runner.limits, self._runner.startup_seconds
         self.device, self.dtype = self._runner.device, self._runner.dtype
-        self.startup_seconds = self._runner.startup_seconds
 
     def launch(self, plan: StepPlan) -> PendingStep:
         """Raises InternalError when a follower has ended; the runner is closed then."""
