@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,12 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from tridentlm.config import EngineSettings
 from tridentlm.errors import InvalidRequest
+from tridentlm.hub import ModelFiles
 from tridentlm.models import moe
 from tridentlm.models.config import ModelConfig
+from tridentlm.runner import ModelRunner
 
 from tests.factory import CLASSES, make_tiny_model
 from tests.models.conftest import Engine, Reference, load, reference
@@ -128,9 +132,11 @@ def test_experts_need_a_torch_that_groups_products(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = make_tiny_model("qwen3_moe", tmp_path)
+    (folder / "model.safetensors").unlink()  # refused before anything is read
     monkeypatch.delattr(moe.F, "grouped_mm")
+    settings = EngineSettings(device="cpu", load_format="dummy")
     with pytest.raises(InvalidRequest, match=r"torch 2\.10"):
-        load(folder)
+        ModelRunner(settings, ModelFiles("hf", folder, "tiny", folder))
 
 
 @pytest.mark.parametrize(
@@ -141,7 +147,9 @@ def test_experts_on_cuda_are_refused_where_torch_would_wait_for_the_device(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], dtype: str, works: bool
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert (moe.unsupported(torch.device("cuda"), getattr(torch, dtype)) == "") == works
+    expectation = nullcontext() if works else pytest.raises(InvalidRequest, match="capability 9")
+    with expectation:
+        moe.check_experts(torch.device("cuda"), getattr(torch, dtype))
 
 
 def in_front(name: str) -> str:
@@ -152,9 +160,11 @@ def inside(name: str) -> str:
     return name.replace("model.", "model.language_model.", 1)
 
 
-@pytest.mark.parametrize("rename", [in_front, inside])
+@pytest.mark.parametrize(
+    ("rename", "is_tied"), [(in_front, False), (inside, False), (inside, True)]
+)
 def test_the_language_model_of_a_wrapper_is_served(
-    tmp_path: Path, rename: Callable[[str], str]
+    tmp_path: Path, rename: Callable[[str], str], is_tied: bool
 ) -> None:
     inner = make_tiny_model("mistral", tmp_path / "inner")
     text = json.loads((inner / "config.json").read_text())
@@ -171,7 +181,7 @@ def test_the_language_model_of_a_wrapper_is_served(
         text_config=transformers.MistralConfig(**text),
         vision_config=transformers.PixtralVisionConfig(**vision),
     )
-    config.tie_word_embeddings = False
+    config.tie_word_embeddings = is_tied
     wrapper = transformers.Mistral3ForConditionalGeneration(config).float().eval()
     folder = tmp_path / "wrapper"
     wrapper.save_pretrained(folder)
@@ -184,7 +194,7 @@ def test_the_language_model_of_a_wrapper_is_served(
     save_file(renamed, path)
     decoder = load(folder)
     assert decoder.config.is_wrapped
-    assert decoder.config.window == 20
+    assert (decoder.config.window, decoder.config.tied_head) == (20, is_tied)
     prompt = tokens(50)
     with torch.inference_mode():
         expected = wrapper(torch.tensor([prompt])).logits[0, -1]

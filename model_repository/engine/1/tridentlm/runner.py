@@ -24,6 +24,7 @@ from tridentlm.models.config import ModelConfig
 from tridentlm.models.decoder import Decoder
 from tridentlm.models.fp8 import held_bytes
 from tridentlm.models.gguf import GGUFModel
+from tridentlm.models.moe import check_experts
 from tridentlm.parallel.divide import divided
 from tridentlm.parallel.group import Group
 
@@ -63,6 +64,8 @@ class ModelRunner:
         config = divided(whole, group.shard.size)
         self.backend = _backend(settings, config, self._dtype, self._device)
         self._kv_dtype = _kv_dtype(settings, self.backend, self._dtype)
+        if config.experts is not None:
+            check_experts(self._device, self._dtype)
         check_weights(settings, whole, self._dtype, self._device, group.shard.size)
         with torch.inference_mode():
             merged = loading.load(

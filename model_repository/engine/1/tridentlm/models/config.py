@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,9 +94,10 @@ class ModelConfig:
         """
         is_wrapped = isinstance(values.get("text_config"), Mapping)
         if is_wrapped:
-            outer, values = values, values["text_config"]
+            # Either level may have these: what older wrappers left to the language model.
+            both, values = (values, values["text_config"]), values["text_config"]
             names = ("tie_word_embeddings", "quantization_config")
-            values = {**values, **{name: outer[name] for name in names if name in outer}}
+            values = {**values, **{name: _any(both, name) for name in names}}
         family = family_of((values.get("architectures") or [None])[0], values.get("model_type"))
         refuse_unknown(values, HF_NEUTRAL)
         heads, hidden = (_integer(values, n) for n in ("num_attention_heads", "hidden_size"))
@@ -165,6 +166,10 @@ class ModelConfig:
             experts=_gguf_experts(values, shapes, layers) if family.has_experts else None,
             is_wrapped=False,
         )
+
+
+def _any(places: Iterable[Mapping[str, Any]], name: str) -> Any:
+    return next(filter(None, (values.get(name) for values in places)), None)
 
 
 def _window(family: Family, values: Mapping[str, Any], layers: int) -> tuple[int, frozenset[int]]:

@@ -17,16 +17,21 @@ from tridentlm.errors import InvalidRequest
 from tridentlm.models.config import Experts
 
 
-def unsupported(device: torch.device, dtype: torch.dtype) -> str:
-    """Why experts cannot be computed there, or an empty string."""
+def check_experts(device: torch.device, dtype: torch.dtype) -> None:
+    """Raises InvalidRequest where `ExpertBlock` cannot be computed."""
     if not hasattr(F, "grouped_mm"):
-        return f"a mixture of experts needs torch 2.10 or later, this is {torch.__version__}"
+        raise InvalidRequest(
+            f"A mixture of experts needs torch 2.10 or later, this is {torch.__version__}.",
+            param="model",
+        )
     if device.type != "cuda":
-        return ""
+        return
     # Elsewhere torch reads the groups' lengths on the CPU, which no CUDA Graph can hold.
     if dtype != torch.bfloat16 or torch.cuda.get_device_capability(device)[0] not in (9, 10):
-        return "on CUDA, torch groups experts in bfloat16 on compute capability 9 and 10 alone"
-    return ""
+        raise InvalidRequest(
+            "On CUDA a mixture of experts needs bfloat16 and compute capability 9 or 10.",
+            param="model",
+        )
 
 
 def grouped_product(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
@@ -52,9 +57,6 @@ class ExpertBlock:
         down: torch.Tensor,
         ops: Ops,
     ) -> None:
-        reason = unsupported(gate_up.device, gate_up.dtype)
-        if reason:
-            raise InvalidRequest(f"{reason[0].upper()}{reason[1:]}.", param="model")
         self._experts, self._ops = experts, ops
         self._router, self._gate_up, self._down = router, gate_up, down
         self._numbers = torch.arange(experts.count, device=router.device)
