@@ -11,7 +11,9 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.middleware.errors import ServerErrorMiddleware
 from starlette.routing import Route
+from starlette.types import ASGIApp
 from tridentlm import __version__
 from tridentlm.startup import settle
 
@@ -80,23 +82,36 @@ def create_app(
     describe_posts(app)
     app.add_exception_handler(HTTPException, on_http_exception)
     known = OPEN_PATHS | posts.keys() | {"/v1/models", "/version", "/v1/embeddings"}
-    app.add_middleware(
-        Gate,
-        api_key=settings.api_key,
-        metrics=app.state.metrics,
-        routes=known,
-        recorder=FailureRecorder(folder) if (folder := settings.record_failures) else None,
-    )
-    if settings.cors_origins:
-        origins = [origin.strip() for origin in settings.cors_origins.split(",")]
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=origins,
+    _wrap(app, settings, frozenset(known))
+    return app
+
+
+def _wrap(app: FastAPI, settings: ProxySettings, routes: frozenset[str]) -> None:
+    """Puts `Gate` in the place of Starlette's outermost layer, which every event would pass."""
+    build = app.build_middleware_stack
+    recorder = FailureRecorder(folder) if (folder := settings.record_failures) else None
+
+    def wrapped() -> ASGIApp:
+        outermost = build()
+        assert isinstance(outermost, ServerErrorMiddleware), "what Starlette begins with"
+        gate: ASGIApp = Gate(
+            outermost.app,
+            api_key=settings.api_key,
+            metrics=app.state.metrics,
+            routes=routes,
+            recorder=recorder,
+        )
+        if not settings.cors_origins:
+            return gate
+        return CORSMiddleware(
+            gate,
+            allow_origins=[origin.strip() for origin in settings.cors_origins.split(",")],
             allow_methods=["*"],
             allow_headers=["*"],
             expose_headers=["x-request-id", "x-tridentlm-ignored-params", "retry-after"],
         )
-    return app
+
+    app.build_middleware_stack = wrapped  # type: ignore[method-assign]
 
 
 @asynccontextmanager

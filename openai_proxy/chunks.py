@@ -151,7 +151,8 @@ class ParsedChoice(Choice):
         return self._parser.reasoning_tokens
 
     def text(self, deltas: list[Delta]) -> bytes | None:
-        self.completion_tokens += sum(delta.count for delta in deltas)
+        for delta in deltas:
+            self.completion_tokens += delta.count
         self._hold(deltas)
         return self._events(self._parser.push(deltas)) or None
 
@@ -159,9 +160,12 @@ class ParsedChoice(Choice):
         return self._events(self._parser.flush()) + super().finish()
 
     def _events(self, pieces: list[Piece]) -> bytes:
-        return b"".join(
-            self._start + b'"delta":' + _dumps(delta_of(piece)) + self._more() for piece in pieces
-        )
+        return b"".join([self._event(piece) for piece in pieces])
+
+    def _event(self, piece: Piece) -> bytes:
+        if piece.kind == "content":
+            return self._head + _dumps(piece.text) + self._close + self._more()
+        return self._start + b'"delta":' + _dumps(delta_of(piece)) + self._more()
 
     def _reason(self, finish_reason: str) -> str:
         return finish_reason_of(finish_reason, self._parser)

@@ -69,7 +69,9 @@ class OutputParser:
     def _counted(self, pieces: list[Piece]) -> list[Piece]:
         if self._single:
             pieces = [piece for piece in pieces if piece.nth == 0]
-        self.calls += sum(piece.kind == "call" for piece in pieces)
+        for piece in pieces:
+            if piece.kind == "call":
+                self.calls += 1
         return pieces
 
 

@@ -26,6 +26,7 @@ log = logging.getLogger("openai_proxy")
 MAX_FILES = 100
 MAX_BYTES = 256 << 20
 MAX_BODY = 8 << 20
+_PERSONAL = LABELS | {"user"}
 _SECRET = re.compile(r"api[-_]?key|authorization|password|secret|access[-_]?token", re.IGNORECASE)
 
 
@@ -83,7 +84,7 @@ class FailureRecorder:
 def _record(exchange: Exchange, body: bytes, moment: datetime) -> dict[str, Any]:
     assert exchange.error is not None, "only failures are recorded"
     fields: dict[str, Any] = orjson.loads(body)
-    kept = {n: v for n, v in fields.items() if n not in LABELS and not _SECRET.search(n)}
+    kept = {n: v for n, v in fields.items() if n not in _PERSONAL and not _SECRET.search(n)}
     return {
         "version": __version__,
         "time": moment.isoformat(timespec="milliseconds"),

@@ -19,14 +19,18 @@ class Piece(NamedTuple):
 
 def held(text: str, mark: str) -> int:
     """How many of the last characters of `text` may be the beginning of `mark`."""
-    for size in range(min(len(mark) - 1, len(text)), 0, -1):
-        if text.endswith(mark[:size]):
-            return size
+    at = text.find(mark[0], max(len(text) - len(mark) + 1, 0))
+    while at >= 0:
+        if mark.startswith(text[at:]):
+            return len(text) - at
+        at = text.find(mark[0], at + 1)
     return 0
 
 
 def joined(pieces: list[Piece]) -> list[Piece]:
     """Neighbours of one kind as one; the begin of a call stays by itself."""
+    if len(pieces) < 2:
+        return pieces
     out: list[Piece] = []
     for piece in pieces:
         last = out[-1] if out else None
