@@ -21,6 +21,7 @@ from tridentlm.errors import InvalidRequest, TridentError
 from tridentlm.protocol import HEARTBEAT, RELAY_REPORT, VERSION, Op
 from tridentlm.startup import settle
 from tridentlm.triton import tensors
+from tridentlm.triton.bls import Calls
 from tridentlm.triton.tokenizer import read_options
 from tridentlm.triton.watchdog import exit_with_server
 
@@ -98,6 +99,7 @@ class TritonPythonModel:
         except TridentError as error:
             raise pb_utils.TritonModelException(error.message) from error
         settle()
+        self._calls = Calls()
         self._stop = threading.Event()
         self._prober = threading.Thread(target=self._probe, name="probe", daemon=True)
         self._prober.start()
@@ -203,6 +205,6 @@ class TritonPythonModel:
                 requested_output_names=["frame"],
                 inputs=[tensors.text_tensor("op", Op.STATUS)],
             )
-            return any(response.has_error() for response in call.exec(decoupled=True))
+            return bool(self._calls.run(call))
         except Exception:
             return True

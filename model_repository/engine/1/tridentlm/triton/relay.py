@@ -19,6 +19,7 @@ import triton_python_backend_utils as pb_utils
 from tridentlm.protocol import HEARTBEAT, RELAY_REPORT, Op
 from tridentlm.startup import settle
 from tridentlm.triton import tensors
+from tridentlm.triton.bls import Calls
 from tridentlm.triton.watchdog import exit_with_server
 
 OUTPUTS = ("text_output", "token_ids", "logprobs", "finish_reason", "usage", "error")
@@ -78,6 +79,7 @@ class TritonPythonModel:
 
     def _run_calls(self) -> None:
         """Off the execute thread: a call into the engine must not hold up other clients."""
+        calls = Calls()
         while (call := self._calls.get()) is not None:
             op, uid = call
             request = pb_utils.InferenceRequest(
@@ -88,6 +90,5 @@ class TritonPythonModel:
                     pb_utils.Tensor("uid", np.array([uid], dtype=object)),
                 ],
             )
-            for response in request.exec(decoupled=True):
-                if response.has_error():
-                    pb_utils.Logger.log_warn(f"{op} {uid}: {response.error().message()}")
+            for message in calls.run(request):
+                pb_utils.Logger.log_warn(f"{op} {uid}: {message}")
