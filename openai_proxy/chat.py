@@ -32,44 +32,103 @@ MAX_TOOLS = 512
 class ToolRequest:
     """The functions that the model may call; `schemas` go to the chat template as they came.
 
-    `strict`: one of them asks for arguments that fit its schema, which is not enforced.
+    `callable` are those of `functions` that it may call now, `required` says that it must.
+    `strict`: what it calls is held to a grammar, either for that or because a function asks for it.
     """
 
     schemas: list[dict[str, Any]]
-    names: tuple[str, ...]
+    functions: list[dict[str, Any]]
+    callable: frozenset[str]
     parallel: bool
+    required: bool
     strict: bool
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(function["name"] for function in self.functions)
+
+    def grammar(self, format: str, otherwise: dict[str, Any] | None = None) -> dict[str, Any]:
+        """The form of answers whose calls are written in `format`; or of those without a call."""
+        functions = [
+            {
+                "name": function["name"],
+                "parameters": function.get("parameters")
+                if self.required or function.get("strict")
+                else {"type": "object"},
+            }
+            for function in self.functions
+            if function["name"] in self.callable
+        ]
+        value = {
+            "format": format,
+            "functions": functions,
+            "parallel": self.parallel,
+            "required": self.required,
+            "otherwise": otherwise,
+        }
+        return {"type": "tool_calls", "value": value}
 
 
 def tools_of(body: Mapping[str, Any]) -> ToolRequest | None:
     """None without tools, or with tool_choice none: the model then does not hear of them.
 
-    Raises InvalidRequest, also for a call that is demanded: without a grammar nothing can force it.
+    Raises InvalidRequest.
     """
-    choice = body.get("tool_choice")
-    if choice not in (None, "none", "auto"):
-        raise InvalidRequest(
-            'tool_choice must be "none" or "auto": a call can only be demanded with '
-            "grammar-constrained decoding, which this server does not have yet.",
-            param="tool_choice",
-            code="unsupported_parameter",
-        )
     parallel = body.get("parallel_tool_calls")
     parallel = parallel is None or parameters.flag(body, "parallel_tool_calls")
     tools = body.get("tools")
     if tools is None or tools == []:
-        return None
+        tools = []
     if not isinstance(tools, list) or len(tools) > MAX_TOOLS:
         raise InvalidRequest(f"tools must be a list of at most {MAX_TOOLS}.", param="tools")
     functions = [_function_of(tool, f"tools[{i}]") for i, tool in enumerate(tools)]
-    if choice == "none":
+    names = frozenset(function["name"] for function in functions)
+    required, chosen = _choice_of(body.get("tool_choice"), names)
+    if not chosen:
         return None
+    one = isinstance(body.get("tool_choice"), dict) and len(chosen) == 1 and required
     return ToolRequest(
         schemas=tools,
-        names=tuple(function["name"] for function in functions),
-        parallel=parallel,
-        strict=any(function.get("strict") for function in functions),
+        functions=functions,
+        callable=chosen,
+        parallel=parallel and not one,
+        required=required,
+        strict=required or chosen != names or any(f.get("strict") for f in functions),
     )
+
+
+def _choice_of(choice: Any, names: frozenset[str]) -> tuple[bool, frozenset[str]]:
+    """Whether a call is demanded, and what may be called."""
+    if choice in (None, "auto"):
+        return False, names
+    if choice == "none":
+        return False, frozenset()
+    if not names:
+        raise InvalidRequest("tool_choice needs tools.", param="tool_choice")
+    if choice == "required":
+        return True, names
+    kind = choice.get("type") if isinstance(choice, dict) else None
+    if kind == "function":
+        return True, frozenset([_name_of(choice, names)])
+    if kind == "allowed_tools":
+        allowed = choice.get("allowed_tools")
+        mode = allowed.get("mode") if isinstance(allowed, dict) else None
+        listed = allowed.get("tools") if isinstance(allowed, dict) else None
+        if mode in ("auto", "required") and isinstance(listed, list) and listed:
+            return mode == "required", frozenset(_name_of(each, names) for each in listed)
+    raise InvalidRequest(
+        'tool_choice must be "none", "auto", "required", or name functions.', param="tool_choice"
+    )
+
+
+def _name_of(choice: Any, names: frozenset[str]) -> str:
+    function = choice.get("function") if isinstance(choice, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str) or name not in names:
+        raise InvalidRequest(
+            f"tool_choice: no function {name!r} is among the tools.", param="tool_choice"
+        )
+    return name
 
 
 def _function_of(tool: Any, where: str) -> dict[str, Any]:

@@ -16,6 +16,8 @@ from typing import Any
 from tridentlm.core.request import SamplingParams
 from tridentlm.errors import InvalidRequest
 
+from openai_proxy import structured
+
 log = logging.getLogger("openai_proxy")
 
 LABELS = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key"})
@@ -49,13 +51,7 @@ OFF: dict[str, Callable[[Any], bool]] = {
     "parallel_tool_calls": only(True, False),
     "functions": _empty,
     "function_call": only("none", "auto"),
-    "response_format": only({"type": "text"}),
-    "structured_outputs": _never,
     "structural_tag": _never,
-    "guided_json": _never,
-    "guided_regex": _never,
-    "guided_choice": _never,
-    "guided_grammar": _never,
     "grammar": _never,
     "json_schema": _never,
     "regex": _never,
@@ -84,7 +80,9 @@ OFF: dict[str, Callable[[Any], bool]] = {
 }
 
 SAMPLING = frozenset(spec.name for spec in fields(SamplingParams)) - OFF.keys()
-SERVED = SAMPLING | {"model", "n", "stream", "stream_options", "return_token_ids"}
+SERVED = (
+    SAMPLING | structured.FIELDS | {"model", "n", "stream", "stream_options", "return_token_ids"}
+)
 
 
 class IgnoredParameters:

@@ -23,6 +23,7 @@ from openai_proxy import chat, logprobs, parameters
 from openai_proxy.chat import ToolRequest
 from openai_proxy.output import OutputFormat
 from openai_proxy.settings import ProxySettings
+from openai_proxy.structured import Wanted, wanted_of
 
 CHAT_FIELDS = (
     parameters.SERVED | chat.FIELDS | logprobs.CHAT_FIELDS | {"messages", "max_completion_tokens"}
@@ -38,8 +39,8 @@ _STREAM_OPTIONS = ("include_usage", "continuous_usage_stats")
 class Job:
     """One checked request. `submissions` are its choices in order, `n` for each prompt; `chat`
     tells the two formats apart; `ignored` names the body's unknown fields. `output`: how the text
-    is to be cut, None for plain text. `context` belongs to the endpoint, `renamed` gives its names
-    for the parameters that errors blame.
+    is to be cut, None for plain text. `wanted`: the form that it must have. `context` belongs to
+    the endpoint, `renamed` gives its names for the parameters that errors blame.
     """
 
     chat: bool
@@ -53,8 +54,14 @@ class Job:
     ignored: list[str]
     tools: ToolRequest | None = None
     output: OutputFormat | None = None
+    wanted: Wanted | None = None
     context: object = None
     renamed: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def form(self) -> dict[str, Any] | None:
+        """The grammar of `wanted`."""
+        return None if self.wanted is None else self.wanted.grammar
 
     def error_of(self, end: End) -> TridentError | None:
         """Why a request failed; None when it ended well."""
@@ -131,8 +138,6 @@ def _job(
         raise InvalidRequest("stream_options must be an object.", param="stream_options")
     ignored = parameters.unknown_fields(body, fields)
     ignored += [f"stream_options.{name}" for name in options if name not in _STREAM_OPTIONS]
-    if tools is not None and tools.strict:
-        ignored.append("tools.function.strict")
     continuous = parameters.flag(options, "continuous_usage_stats")
     return Job(
         chat="messages" in fields,
@@ -145,6 +150,7 @@ def _job(
         timeout=submissions[0].sampling.get("timeout"),
         ignored=ignored,
         tools=tools,
+        wanted=wanted_of(body),
     )
 
 

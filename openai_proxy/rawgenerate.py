@@ -15,15 +15,16 @@ import orjson
 from tridentlm.errors import InvalidRequest, TridentError
 from tridentlm_client import Delta, Stream, Submission
 
-from openai_proxy import parameters
+from openai_proxy import parameters, structured
 from openai_proxy.answers import usage_of
 from openai_proxy.chunks import DONE
 from openai_proxy.errors import error_body
 from openai_proxy.generate import GenerateEndpoint, ProxyState
 from openai_proxy.protocol import Job
 from openai_proxy.settings import ProxySettings
+from openai_proxy.structured import wanted_of
 
-FIELDS = parameters.SAMPLING | {"model", "text_input", "prompt", "stream"}
+FIELDS = parameters.SAMPLING | structured.FIELDS | {"model", "text_input", "prompt", "stream"}
 
 
 def parse_generate(body: Mapping[str, Any], model: str, settings: ProxySettings) -> Job:
@@ -43,6 +44,7 @@ def parse_generate(body: Mapping[str, Any], model: str, settings: ProxySettings)
         continuous_usage=False,
         timeout=sampling.get("timeout"),
         ignored=parameters.unknown_fields(body, FIELDS),
+        wanted=wanted_of(body),
         renamed={"prompt": name},
     )
 

@@ -26,6 +26,12 @@ class _Sampling(BaseModel):
     stream: bool = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     cache_salt: str | None = Field(
         None, max_length=256, description="Cached prompts are shared with the same salt only."
     )
@@ -38,6 +44,31 @@ class _Sampling(BaseModel):
         None, max_length=1024, description="By token id, from -100 to 100."
     )
     prompt_logprobs: int | None = Field(None, ge=0, le=20, description="Not with stream.")
+
+
+class JsonSchemaFormat(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    name: str | None = None
+    json_schema: dict[str, Any] | bool = Field(
+        alias="schema", description="Enforced whether or not `strict` is set."
+    )
+    strict: bool | None = None
+
+
+class ResponseFormat(BaseModel):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = Field(None, description="With type json_schema.")
+
+
+class StructuredOutputs(BaseModel):
+    """Exactly one of them."""
+
+    json_schema: dict[str, Any] | str | None = Field(None, alias="json")
+    regex: str | None = Field(None, description="The whole output matches; no look-around.")
+    choice: list[str] | None = None
+    grammar: str | None = Field(None, description="Lark, or llama.cpp's GBNF.")
+    json_object: bool | None = None
 
 
 class StreamOptions(BaseModel):
@@ -76,7 +107,7 @@ class Function(BaseModel):
     name: str = Field(min_length=1, max_length=128)
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: bool | None = Field(None, description="Accepted; schemas are not enforced.")
+    strict: bool | None = Field(None, description="Arguments always fit `parameters`.")
 
 
 class Tool(BaseModel):
@@ -98,7 +129,9 @@ class ChatCompletionRequest(_Sampling):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     tools: list[Tool] | None = Field(None, max_length=512)
-    tool_choice: Literal["none", "auto"] | None = None
+    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = Field(
+        None, description="Or {type: function, function: {name}}, or {type: allowed_tools, ...}."
+    )
     parallel_tool_calls: bool = Field(True, description="false: at most one call is passed on.")
 
 
@@ -192,7 +225,7 @@ class TokenizeRequest(BaseModel):
     chat_template_kwargs: dict[str, Any] | None = None
     chat_template: str | None = None
     tools: list[Tool] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
+    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool = True
     return_token_strs: bool = False
 
@@ -240,7 +273,9 @@ class ResponseRequest(BaseModel):
     temperature: float = Field(1.0, ge=0)
     top_p: float = Field(1.0, gt=0, le=1)
     tools: list[ResponseTool] | None = Field(None, max_length=512)
-    tool_choice: Literal["none", "auto"] | None = None
+    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = Field(
+        None, description="Or {type: function, name}."
+    )
     parallel_tool_calls: bool = True
     metadata: dict[str, Any] | None = None
 

@@ -11,8 +11,9 @@ from tridentlm.errors import InvalidRequest
 
 from openai_proxy.output import OutputFormat
 from openai_proxy.protocol import Job
-from openai_proxy.reasoning import leaves_open, reasoning_for_template
+from openai_proxy.reasoning import CLOSING, leaves_open, reasoning_for_template
 from openai_proxy.settings import ProxySettings, format_for
+from openai_proxy.structured import Wanted, check
 from openai_proxy.textservice import TextLike
 from openai_proxy.tools import TOOL_PARSERS, parser_for_template
 
@@ -23,11 +24,12 @@ MAX_KEY_BYTES = 16384
 @dataclass(frozen=True, slots=True)
 class TemplateInfo:
     """`tool_parser`: None when the template shows no format that we know. `opened`: its prompt ends
-    inside thoughts."""
+    inside thoughts. `closed`: it ends behind them, so that there are none."""
 
     tool_parser: str | None
     reasoning: bool
     opened: bool
+    closed: bool
 
 
 class Templates:
@@ -39,9 +41,14 @@ class Templates:
         self._known: dict[tuple[str, bytes], TemplateInfo] = {}
 
     async def prepare(self, job: Job) -> Job:
-        """`job` with its output format. Raises InvalidRequest for tools that cannot be served."""
+        """`job` with its output format and grammar.
+
+        Raises InvalidRequest for tools and for forms of answers that cannot be served.
+        """
+        if job.wanted is not None:
+            await _check(job, job.wanted)
         if not job.chat:
-            return job
+            return _constrained(job, job.form)
         submission = job.submissions[0]
         kwargs = dict(submission.chat_template_kwargs)
         kwargs.pop("tools", None)
@@ -49,7 +56,7 @@ class Templates:
         kwargs.pop("add_generation_prompt", None)
         info = await self._info(job.model, kwargs, submission.chat_template)
         if job.tools is None and not info.reasoning:
-            return job
+            return _constrained(job, job.form)
         kind = None if job.tools is None else self._tool_parser(info)
         opened = info.opened
         if continued:
@@ -61,12 +68,16 @@ class Templates:
             names=() if job.tools is None else job.tools.names,
             parallel=job.tools is None or job.tools.parallel,
         )
+        grammar = await _grammar_of(job, kind)
+        if grammar is not None and output.reasoning and not info.closed:
+            grammar = {**grammar, "thoughts": "open" if opened else "maybe"}
+        job = _constrained(job, grammar)
         if kind is None and not output.reasoning:
             return job
-        job = replace(job, output=output)
         if kind is not None and TOOL_PARSERS[kind].special_marks:
-            job = replace(job, submissions=[_unskipped(each) for each in job.submissions])
-        return job
+            # The marks of calls are special tokens here: they must not be left out of the text.
+            job = _with_sampling(job, skip_special_tokens=False)
+        return replace(job, output=output)
 
     def _tool_parser(self, info: TemplateInfo) -> str:
         if info.tool_parser is None:
@@ -109,9 +120,30 @@ class Templates:
             tool_parser=None if tool_parser == "none" else tool_parser,
             reasoning=thinks == "think",
             opened=leaves_open(found["generation_prompt"]),
+            closed=CLOSING in found["generation_prompt"],
         )
 
 
-def _unskipped(submission: Any) -> Any:
-    """The marks of calls are special tokens here: they must not be left out of the text."""
-    return replace(submission, sampling={**submission.sampling, "skip_special_tokens": False})
+async def _grammar_of(job: Job, kind: str | None) -> dict[str, Any] | None:
+    """The form that tools and the fields for it ask for together. Raises InvalidRequest."""
+    if job.tools is None or kind is None or not (job.tools.strict or job.form):
+        return job.form
+    grammar = job.tools.grammar(kind, job.form)
+    await _check(job, Wanted(grammar, "tools"))
+    return grammar
+
+
+async def _check(job: Job, wanted: Wanted) -> None:
+    try:
+        await check(wanted)
+    except InvalidRequest as error:
+        raise job.localized(error) from None
+
+
+def _constrained(job: Job, grammar: dict[str, Any] | None) -> Job:
+    return job if grammar is None else _with_sampling(job, grammar=grammar)
+
+
+def _with_sampling(job: Job, **more: Any) -> Job:
+    submissions = [replace(s, sampling={**s.sampling, **more}) for s in job.submissions]
+    return replace(job, submissions=submissions)

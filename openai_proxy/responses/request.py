@@ -48,7 +48,12 @@ OFF: dict[str, Callable[[Any], bool]] = {
     "service_tier": only("auto", "default"),
     "context_management": only([]),
 }
-_PARAMS = {"messages": "input", "max_tokens": "max_output_tokens"}
+_PARAMS = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "response_format.json_schema": "text.format",
+}
 
 
 @dataclass(slots=True)
@@ -75,7 +80,8 @@ def parse_response(
     if instructions is not None:
         chat["messages"].insert(0, {"role": "system", "content": instructions})
     chat["max_tokens"] = body.get("max_output_tokens")
-    chat["tools"], chat["tool_choice"] = _chat_tools(body), body.get("tool_choice")
+    chat["tools"], chat["tool_choice"] = _chat_tools(body), _chat_choice(body)
+    chat["response_format"] = _chat_format(body)
     try:
         job = parse_chat(chat, model, settings)
     except InvalidRequest as error:
@@ -93,8 +99,6 @@ def _refuse(body: Mapping[str, Any]) -> None:
     if text is not None:
         if not isinstance(text, dict):
             raise InvalidRequest("text must be an object.", param="text")
-        if text.get("format") not in (None, {"type": "text"}):
-            raise _unsupported("text.format")
         if text.get("verbosity") not in (None, "medium"):
             raise _unsupported("text.verbosity")
 
@@ -137,7 +141,7 @@ def _spec_of(body: Mapping[str, Any], model: str, store: ResponseStore) -> Respo
         "service_tier": "default",
         "store": kept,
         "temperature": 1.0 if body.get("temperature") is None else body["temperature"],
-        "text": {"format": {"type": "text"}},
+        "text": {"format": (body.get("text") or {}).get("format") or {"type": "text"}},
         "tool_choice": body.get("tool_choice") or "auto",
         "tools": body.get("tools") or [],
         "top_p": 1.0 if body.get("top_p") is None else body["top_p"],
@@ -158,6 +162,30 @@ def _chat_tools(body: Mapping[str, Any]) -> Any:
         else tool
         for tool in tools
     ]
+
+
+def _chat_choice(body: Mapping[str, Any]) -> Any:
+    """A flat tool_choice as chat's nested one."""
+    choice = body.get("tool_choice")
+    kind = choice.get("type") if isinstance(choice, dict) else None
+    if kind == "function":
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    if kind != "allowed_tools":
+        return choice
+    listed = choice.get("tools")
+    tools = [
+        {"type": "function", "function": each} if isinstance(each, dict) else each
+        for each in (listed if isinstance(listed, list) else [])
+    ]
+    return {"type": kind, "allowed_tools": {"mode": choice.get("mode"), "tools": tools}}
+
+
+def _chat_format(body: Mapping[str, Any]) -> Any:
+    """`text.format` as chat's response_format."""
+    form = (body.get("text") or {}).get("format")
+    if isinstance(form, dict) and form.get("type") == "json_schema":
+        return {"type": "json_schema", "json_schema": form}
+    return form
 
 
 def _renamed(error: InvalidRequest) -> InvalidRequest:

@@ -90,17 +90,8 @@ def test_the_model_may_be_left_out_or_named(http: httpx.Client) -> None:
 
 NOT_BUILT: list[tuple[str, Any, list[Any]]] = [
     ("best_of", 2, [1]),
-    ("tool_choice", "required", ["none", "auto"]),
-    ("tool_choice", {"type": "function", "function": {"name": "f"}}, []),
     ("functions", [{"name": "f"}], [[]]),
     ("function_call", {"name": "f"}, ["none", "auto"]),
-    ("response_format", {"type": "json_object"}, [{"type": "text"}]),
-    ("response_format", {"type": "json_schema", "json_schema": {}}, []),
-    ("structured_outputs", {"choice": ["a"]}, []),
-    ("guided_json", {}, []),
-    ("guided_regex", "a+", []),
-    ("guided_choice", ["a"], []),
-    ("guided_grammar", "root", []),
     ("regex", "a+", []),
     ("ebnf", "root", []),
     ("suffix", "end", [""]),

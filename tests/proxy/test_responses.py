@@ -271,7 +271,15 @@ def test_a_disconnect_aborts_it(http: httpx.Client, session: FakeSession, stream
         ({"input": "x", "previous_response_id": 3}, "previous_response_id"),
         ({"input": "x", "background": True, "stream": True}, "background"),
         ({"input": "x", "background": True, "store": False}, "background"),
-        ({"input": "x", "text": {"format": {"type": "json_object"}}}, "text.format"),
+        ({"input": "x", "text": {"format": {"type": "xml"}}}, "text.format"),
+        ({"input": "x", "text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format"),
+        (
+            {
+                "input": "x",
+                "text": {"format": {"type": "json_schema", "name": "x", "schema": {"not": {}}}},
+            },
+            "text.format",
+        ),
         ({"input": "x", "reasoning": {"effort": "high"}}, "reasoning"),
         ({"input": "x", "truncation": "auto"}, "truncation"),
         ({"input": "x", "include": ["message.output_text.logprobs"]}, "include"),

@@ -184,20 +184,6 @@ def test_tool_choice_none_keeps_the_tools_from_the_model(
 
 
 @pytest.mark.parametrize(
-    "choice",
-    ["required", {"type": "function", "function": {"name": "get_weather"}}, "other", 3],
-)
-def test_a_demanded_call_is_refused_and_the_reason_told(
-    http: httpx.Client, hermes: FakeSession, choice: Any
-) -> None:
-    response = http.post(CHAT, json={"messages": USER, "tools": [TOOL], "tool_choice": choice})
-    assert response.status_code == 400
-    error = response.json()["error"]
-    assert (error["param"], error["code"]) == ("tool_choice", "unsupported_parameter")
-    assert "grammar" in error["message"]
-
-
-@pytest.mark.parametrize(
     ("tools", "param"),
     [
         ("x", "tools"),
@@ -229,14 +215,6 @@ def test_a_template_without_a_known_format_refuses_tools(http: httpx.Client) -> 
 def test_tools_of_the_completions_endpoint_are_refused(http: httpx.Client) -> None:
     response = http.post("/v1/completions", json={"prompt": "x", "tools": [TOOL]})
     assert response.json()["error"]["param"] == "tools"
-
-
-def test_a_strict_schema_is_reported_as_not_enforced(
-    http: httpx.Client, hermes: FakeSession
-) -> None:
-    strict = {"type": "function", "function": {**TOOL["function"], "strict": True}}
-    response = http.post(CHAT, json={"messages": USER, "tools": [strict]})
-    assert response.headers["x-tridentlm-ignored-params"] == "tools.function.strict"
 
 
 def test_the_operators_choice_goes_before_the_template() -> None:

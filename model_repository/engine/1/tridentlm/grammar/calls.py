@@ -9,7 +9,7 @@ mistral       [TOOL_CALLS][{"name": "f", "arguments": {...}}]                 on
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 FORMATS = ("hermes", "llama3_json", "mistral")
@@ -21,11 +21,13 @@ Mark = Callable[[str], str]
 @dataclass(frozen=True, slots=True)
 class Calls:
     """`functions` maps a name to the grammar rule of its arguments. With `parallel` there may be
-    several calls. Unless `required`, there may be none, and text around them."""
+    several calls. Unless `required`, there may be none, and text around them; or instead of them
+    what the rule `otherwise` says."""
 
     functions: Mapping[str, str]
     parallel: bool
     required: bool
+    otherwise: str | None = None
 
 
 def literal(text: str) -> str:
@@ -35,52 +37,52 @@ def literal(text: str) -> str:
 
 def rules(format: str, calls: Calls, mark: Mark, specials: Mapping[str, int]) -> str:
     """The Lark rules of a whole answer; it begins at `start`."""
+    alone = calls.required or calls.otherwise is not None
     if format == "hermes":
-        return _hermes(calls, mark, specials)
-    if format == "llama3_json":
-        return _llama(calls)
-    return _mistral(calls, mark, specials)
+        lines = _hermes(calls, mark, specials, alone)
+    elif format == "llama3_json":
+        lines = _llama(calls, alone)
+    else:
+        lines = _mistral(calls, mark, specials, alone)
+    other = "" if calls.required or calls.otherwise is None else f" | {calls.otherwise}"
+    return "\n".join([f"start: calls{other}", *lines]) + "\n"
 
 
-def _hermes(calls: Calls, mark: Mark, specials: Mapping[str, int]) -> str:
+def _hermes(calls: Calls, mark: Mark, specials: Mapping[str, int], alone: bool) -> list[str]:
     opening, closing = mark("<tool_call>"), mark("</tool_call>")
     body = rf'"\n" object "\n" {closing}'
     lines = [_objects(calls.functions, "arguments")]
-    if calls.required:
+    if alone:
         more = _more(r'"\n" call', calls.parallel)
-        lines += [f"start: call{more}", f"call: {opening} {body}"]
-    else:
-        lines += [*_text_up_to("<tool_call>", specials), f"call: before {body}"]
-        lines.append(f"start: call{'*' if calls.parallel else '?'} TEXT")
-    return _joined(lines)
+        return [*lines, f"calls: call{more}", f"call: {opening} {body}"]
+    lines += [*_text_up_to("<tool_call>", specials), f"call: before {body}"]
+    return [*lines, f"calls: call{'*' if calls.parallel else '?'} TEXT"]
 
 
-def _llama(calls: Calls) -> str:
-    start = "start: object" + _more('"; " object', calls.parallel)
-    if not calls.required:
-        start += " | PLAIN"
-    lines = [start, _objects(calls.functions, "parameters")]
-    if not calls.required:
-        lines.append(r"PLAIN: /([^{\s](?s:.*))?/")  # what begins with a brace is a call
-    return _joined(lines)
+def _llama(calls: Calls, alone: bool) -> list[str]:
+    objects = "object" + _more('"; " object', calls.parallel)
+    lines = [_objects(calls.functions, "parameters")]
+    if alone:
+        return [*lines, f"calls: {objects}"]
+    # What begins with a brace is a call.
+    return [*lines, f"calls: {objects} | PLAIN", r"PLAIN: /([^{\s](?s:.*))?/"]
 
 
-def _mistral(calls: Calls, mark: Mark, specials: Mapping[str, int]) -> str:
+def _mistral(calls: Calls, mark: Mark, specials: Mapping[str, int], alone: bool) -> list[str]:
     opening = mark("[TOOL_CALLS]")
     if "[ARGS]" in specials:
         between = mark("[ARGS]")
         named = (f"{literal(name)} {between} {rule}" for name, rule in calls.functions.items())
-        lines = ["named: " + "\n  | ".join(named)]
-        body, again = "named", f"{opening} named"
+        lines = ["body: " + "\n  | ".join(named)]
+        more = _more(f"{opening} body", calls.parallel)
     else:
-        lines = [_objects(calls.functions, "arguments")]
-        lines.append('list: "[" object' + _more('", " object', calls.parallel) + ' "]"')
-        body, again = "list", ""
-    more = _more(again, calls.parallel and bool(again))
-    if calls.required:
-        return _joined([f"start: {opening} {body}{more}", *lines])
+        objects = "object" + _more('", " object', calls.parallel)
+        lines = [_objects(calls.functions, "arguments"), f'body: "[" {objects} "]"']
+        more = ""
+    if alone:
+        return [*lines, f"calls: {opening} body{more}"]
     before = _text_up_to("[TOOL_CALLS]", specials)
-    return _joined([f"start: TEXT | before {body}{more}", *before, *lines])
+    return [*lines, *before, f"calls: TEXT | before body{more}"]
 
 
 def _objects(functions: Mapping[str, str], key: str) -> str:
@@ -106,7 +108,3 @@ def _text_up_to(mark: str, specials: Mapping[str, int]) -> list[str]:
         f"TEXT: /(?s:.*)/ & ~/(?s:.*){quoted}(?s:.*)/",
         f"before[lazy]: /(?s:.*){quoted}/",
     ]
-
-
-def _joined(lines: Sequence[str]) -> str:
-    return "\n".join(lines) + "\n"

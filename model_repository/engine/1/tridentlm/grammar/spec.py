@@ -6,7 +6,7 @@
     {"type": "choice", "value": ["yes", "no"]}                 one of these texts
     {"type": "grammar", "value": "..."}                        Lark, or llama.cpp's GBNF
     {"type": "tool_calls", "value": {"format", "functions": [{"name", "parameters"}...],
-                                     "parallel", "required"}}   see `calls`
+        "parallel", "required", "otherwise"}}     see `calls`; `otherwise` is one of the above
 
 and, beside them, `thoughts`: "open" when the prompt ends inside <think>, "maybe" when the model may
 begin with it; the grammar then holds from behind </think> on.
@@ -108,13 +108,11 @@ def source(text: str, specials: Mapping[str, int]) -> str:
     Raises InvalidRequest for what is no spec.
     """
     spec = json.loads(text)
-    if not isinstance(spec, dict) or spec.get("type") not in _BODIES:
-        raise _wrong(f"grammar must be an object whose type is one of {', '.join(_BODIES)}.")
 
     def mark(name: str) -> str:
         return f"<[{specials[name]}]>" if name in specials else calls.literal(name)
 
-    body, others = _BODIES[spec["type"]](spec.get("value"), mark, specials)
+    body, others = _body(spec, mark, specials)
     thoughts = spec.get("thoughts")
     if thoughts is None:
         return json.dumps({"grammars": [body, *others]})
@@ -122,6 +120,12 @@ def source(text: str, specials: Mapping[str, int]) -> str:
         raise _wrong('thoughts must be "open" or "maybe".')
     first = {"name": "answer", "lark_grammar": _after_thoughts(thoughts, mark, specials)}
     return json.dumps({"grammars": [first, {**body, "name": "body"}, *others]})
+
+
+def _body(spec: Any, mark: calls.Mark, specials: Mapping[str, int]) -> Body:
+    if not isinstance(spec, dict) or spec.get("type") not in _BODIES:
+        raise _wrong(f"grammar must be an object whose type is one of {', '.join(_BODIES)}.")
+    return _BODIES[spec["type"]](spec.get("value"), mark, specials)
 
 
 def _after_thoughts(thoughts: str, mark: calls.Mark, specials: Mapping[str, int]) -> str:
@@ -179,14 +183,29 @@ def _tool_calls(value: Any, mark: calls.Mark, specials: Mapping[str, int]) -> Bo
     if not isinstance(functions, list) or not 1 <= len(functions) <= MAX_FUNCTIONS:
         raise _wrong(f"tool_calls needs 1 to {MAX_FUNCTIONS} functions.")
     rules: dict[str, str] = {}
-    arguments = []
+    others: list[dict[str, Any]] = []
     for i, function in enumerate(functions):
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise _wrong("Each of the functions needs a name.")
         schema = {"type": "object", **(function.get("parameters") or _NO_PARAMETERS)}
-        body, _ = _json_schema(schema, mark, specials)
-        rules[str(function["name"])] = f"@arguments{i}"
-        arguments.append({**body, "name": f"arguments{i}"})
-    wanted = calls.Calls(rules, bool(value.get("parallel")), bool(value.get("required")))
-    return {"lark_grammar": calls.rules(value["format"], wanted, mark, specials)}, arguments
+        try:
+            body, _ = _json_schema(schema, mark, specials)
+        except InvalidRequest as error:
+            message = f"The parameters of {function['name']!r}: {error.message}"
+            raise InvalidRequest(message, param=PARAM, code=error.code) from None
+        rules[function["name"]] = f"@arguments{i}"
+        others.append({**body, "name": f"arguments{i}"})
+    otherwise = value.get("otherwise")
+    if otherwise is not None:
+        body, more = _body(otherwise, mark, specials)
+        others += [{**body, "name": "otherwise"}, *more]
+    wanted = calls.Calls(
+        functions=rules,
+        parallel=bool(value.get("parallel")),
+        required=bool(value.get("required")),
+        otherwise=None if otherwise is None else "@otherwise",
+    )
+    return {"lark_grammar": calls.rules(value["format"], wanted, mark, specials)}, others
 
 
 _NO_PARAMETERS = {"properties": {}, "additionalProperties": False}
