@@ -89,9 +89,10 @@ class LogitAdjuster:
         logits[rows] = values
 
     def _enter(self, newcomer: Newcomer, output: torch.Tensor, in_prompt: torch.Tensor) -> None:
-        slot, vocab = newcomer.slot, output.shape[-1]
-        counts = np.bincount(newcomer.output, minlength=vocab).astype(np.int32)
-        output[slot] = self._to(counts)
+        slot, generated = newcomer.slot, self._to(newcomer.output)
+        ones = output.new_ones(len(generated))
+        output[slot] = 0
+        output[slot].index_put_((generated,), ones, accumulate=True)
         in_prompt[slot] = False
         in_prompt[slot, self._to(newcomer.prompt)] = True
 

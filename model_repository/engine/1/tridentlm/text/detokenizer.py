@@ -50,14 +50,22 @@ def detokenizer_factory(
     added = backend.get_added_tokens_decoder()
     special = frozenset(t.content for t in added.values() if t.special)
     skipped = special if skip_special_tokens else frozenset()
-    if is_byte_level(backend):
-        return partial(ByteLevelDetokenizer, BytePieces(backend, skipped))
+    pieces = token_pieces(backend, skipped)
+    if isinstance(pieces, BytePieces):
+        return partial(ByteLevelDetokenizer, pieces)
     steps = _decoder_steps(backend)
     if not _is_local(steps):
         names = "+".join(step["type"] for step in steps)
         raise InvalidRequest(f"Tokenizers with the decoder {names} are not supported.")
-    byte_fallback = any(step["type"] == "ByteFallback" for step in steps)
-    return partial(PieceDetokenizer, TextPieces(backend, skipped, byte_fallback))
+    return partial(PieceDetokenizer, pieces)
+
+
+def token_pieces(backend: tokenizers.Tokenizer, skipped: frozenset[str]) -> BytePieces | TextPieces:
+    """What each token is by itself; those named in `skipped` are nothing."""
+    kinds = [step["type"] for step in _decoder_steps(backend)]
+    if kinds == ["ByteLevel"]:
+        return BytePieces(backend, skipped)
+    return TextPieces(backend, skipped, "ByteFallback" in kinds)
 
 
 class BytePieces(dict[int, "str | bytes"]):
@@ -176,10 +184,6 @@ class PieceDetokenizer:
         self._run = []
         self._first = False
         return text
-
-
-def is_byte_level(backend: tokenizers.Tokenizer) -> bool:
-    return [step["type"] for step in _decoder_steps(backend)] == ["ByteLevel"]
 
 
 def _decoder_steps(backend: tokenizers.Tokenizer) -> list[dict[str, Any]]:

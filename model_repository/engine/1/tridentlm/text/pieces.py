@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import tokenizers
 
-from tridentlm.text.detokenizer import BytePieces, TextPieces, is_byte_level
-
-NOTHING: frozenset[str] = frozenset()
+from tridentlm.text.detokenizer import TextPieces, token_pieces
 
 
 class TokenTexts(dict[int, "tuple[str, list[int] | None]"]):
@@ -17,11 +15,7 @@ class TokenTexts(dict[int, "tuple[str, list[int] | None]"]):
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         super().__init__()
-        self._pieces: BytePieces | TextPieces
-        if is_byte_level(backend):
-            self._pieces = BytePieces(backend, NOTHING)
-        else:
-            self._pieces = TextPieces(backend, NOTHING, byte_fallback=True)
+        self._pieces = token_pieces(backend, frozenset())
 
     def __missing__(self, token_id: int) -> tuple[str, list[int] | None]:
         piece = self._pieces[token_id] or ""
