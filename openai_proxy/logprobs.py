@@ -99,7 +99,7 @@ def _opening(candidate: Sequence[Any]) -> bytes:
     return _spelled(token) if raw is None else _spell(token, raw)
 
 
-@lru_cache(16384)
+@lru_cache(65536)
 def _spelled(token: str) -> bytes:
     return _spell(token, list(token.encode()))
 
