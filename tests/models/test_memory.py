@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -158,3 +159,18 @@ def test_the_step_budget_follows_the_device_unless_set(config: ModelConfig) -> N
 
 def test_available_memory_is_a_part_of_the_machine_s() -> None:
     assert 0 < memory.available_memory() < 2**50
+
+
+def test_available_memory_is_what_the_container_may_still_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its page cache, full of the model's files, counts as free."""
+    monkeypatch.setattr(memory, "CGROUP", tmp_path)
+    whole = memory.available_memory()
+    (tmp_path / "memory.max").write_text("100000\n")
+    (tmp_path / "memory.current").write_text("95000\n")
+    stat = "anon 5000\nfile 91000\nactive_file 30000\ninactive_file 60000\nshmem 1000\n"
+    (tmp_path / "memory.stat").write_text(stat)
+    assert memory.available_memory() == 95_000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert memory.available_memory() == pytest.approx(whole, rel=0.2)

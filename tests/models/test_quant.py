@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from tridentlm.config import EngineSettings
 from tridentlm.errors import InvalidRequest
@@ -183,6 +184,19 @@ def test_logits_are_those_of_the_numbers_that_the_format_stands_for(
         assert torch.corrcoef(torch.cat((logits, expected)))[0, 1] > 0.98
 
 
+def test_block_scales_mean_what_they_do_in_transformers(original: Path, tmp_path: Path) -> None:
+    pair = quantized_pair(original, tmp_path, BLOCKS)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        pair.quantized,
+        dtype=torch.float32,
+        quantization_config=transformers.FineGrainedFP8Config(dequantize=True),
+    )
+    with torch.inference_mode():
+        expected = theirs(torch.tensor([PROMPT])).logits[0, -1:]
+    logits = Engine(load(pair.quantized)).logits(Chunk(0, PROMPT))
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+
+
 @pytest.mark.parametrize("name", ["fp8-tensor-dynamic", "fp8-block", "compressed-channel"])
 def test_modules_in_the_ignore_list_are_plain(original: Path, tmp_path: Path, name: str) -> None:
     key = "ignore" if "compressed" in name else "modules_to_not_convert"
@@ -276,6 +290,9 @@ def test_missing_and_misshapen_scales_are_named(original: Path, tmp_path: Path) 
     save_file(tensors | {name: scales[:-1]}, path)
     with pytest.raises(InvalidRequest, match=rf"{name}.*model\.safetensors has shape \(9, 2\)"):
         read(pair.quantized)
+    save_file(tensors | {name: scales.to(torch.int32)}, path)
+    with pytest.raises(InvalidRequest, match=rf"{name}.*model\.safetensors is of type I32"):
+        read(pair.quantized)
 
 
 @pytest.mark.parametrize("static", [False, True])
@@ -331,7 +348,7 @@ def first_tokens(folder: Path, **settings: Any) -> list[int]:
     return runner.launch(plan).collect().tolist()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_dummy_weights_can_be_quantized(original: Path, dtype: str) -> None:
     settings = {"load_format": "dummy", "dtype": dtype, "quantize": "fp8"}
     first, second = (first_tokens(original, **settings) for _ in range(2))

@@ -133,7 +133,7 @@ def shift(weights: Weights) -> None:
 def test_fp8_costs_no_more_than_random_errors_of_its_size(judge: Judge, noise: float) -> None:
     divergence, perplexity = judge.divergence(judge.load(quantize=True))
     assert 0.5 * noise < divergence < 1.4 * noise
-    assert perplexity < 1.05
+    assert perplexity < 1.08
 
 
 @pytest.mark.timeout(300)

@@ -28,6 +28,7 @@ from tridentlm.models.weights import is_linear, layout
 from tridentlm.parallel.divide import divided
 
 GIB = 2**30
+CGROUP = Path("/sys/fs/cgroup")
 CPU_KV_BYTES = 4 * GIB
 CPU_SHARE = 0.25
 CUDA_SHARE = 0.9
@@ -179,11 +180,14 @@ def gib(size: int) -> str:
 def available_memory() -> int:
     """Bytes of host memory that can still be had, within the container's limit if there is one."""
     available = int(psutil.virtual_memory().available)
-    limit, used = (Path("/sys/fs/cgroup", f"memory.{name}") for name in ("max", "current"))
     try:
-        return min(available, max(int(limit.read_text()) - int(used.read_text()), 0))
-    except (OSError, ValueError):  # no cgroup v2, or "max": no limit
+        limit, used = (int((CGROUP / f"memory.{name}").read_text()) for name in ("max", "current"))
+        stat = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
+        # The page cache counts as used, and goes when memory is asked for.
+        cached = int(stat["inactive_file"]) + int(stat["active_file"])
+    except (OSError, ValueError, KeyError):  # no cgroup v2, or "max": no limit
         return available
+    return min(available, max(limit - used + cached, 0))
 
 
 def _num_pages(settings: EngineSettings, page_bytes: int, free: int) -> int:

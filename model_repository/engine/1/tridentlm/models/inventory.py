@@ -55,12 +55,6 @@ class _Finder:
         if stored is None:
             return Piece(part, tensor)
         self._check_shape(tensor, stored, part.shape)
-        if stored.loads_as is None:
-            raise InvalidRequest(
-                f"Tensor {tensor!r} in {stored.file} is of type {stored.dtype}, which is not "
-                "supported.",
-                param="model",
-            )
         return (
             self._quantized(part, tensor, stored)
             if stored.loads_as == E4M3
@@ -113,7 +107,14 @@ class _Finder:
         if found is None:
             self._missing.append(name)
             return name, None
-        return found, self._checkpoint.tensors[found]
+        stored = self._checkpoint.tensors[found]
+        if stored.loads_as is None:
+            raise InvalidRequest(
+                f"Tensor {found!r} in {stored.file} is of type {stored.dtype}, which is not "
+                "supported.",
+                param="model",
+            )
+        return found, stored
 
     def _check_shape(self, name: str, stored: Stored, expected: Shape) -> None:
         if stored.shape != expected:
