@@ -1,7 +1,7 @@
 """Which fields a request body may carry, and what becomes of each.
 
 body --+-- served           -> submissions (sampling, prompt, streaming)
-       +-- a label          -> accepted, no effect by definition (user, metadata...)
+       +-- a label          -> accepted, no effect by definition (metadata...)
        +-- not built yet    -> 400 naming it, unless its value means "off"
        +-- unknown          -> ignored: logged once, named in a response header
 """
@@ -20,7 +20,7 @@ from openai_proxy import structured
 
 log = logging.getLogger("openai_proxy")
 
-LABELS = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key"})
+LABELS = frozenset({"metadata", "safety_identifier", "prompt_cache_key"})
 _MAX_LOGGED = 1000
 _MAX_NAMED = 20
 _MAX_NAME = 64
@@ -76,7 +76,6 @@ OFF: dict[str, Callable[[Any], bool]] = {
     "documents": _empty,
     "prompt_embeds": _never,
     "lora_path": _never,
-    "priority": _zero,
 }
 
 SAMPLING = frozenset(spec.name for spec in fields(SamplingParams)) - OFF.keys()
@@ -173,6 +172,8 @@ def sampling_of(
         sampling.setdefault("max_tokens", default_max_tokens)
     if default_timeout:
         sampling.setdefault("timeout", default_timeout)
+    if isinstance(body.get("safety_identifier"), str):  # OpenAI's newer name
+        sampling.setdefault("user", body["safety_identifier"])
     try:
         SamplingParams.from_mapping(sampling)
     except InvalidRequest as error:

@@ -35,6 +35,10 @@ class _Sampling(BaseModel):
     cache_salt: str | None = Field(
         None, max_length=256, description="Cached prompts are shared with the same salt only."
     )
+    user: str | None = Field(
+        None, max_length=256, description="Users take turns; so does each safety_identifier."
+    )
+    priority: int = Field(0, description="Lower goes first, on a server with --policy priority.")
     min_tokens: int = Field(0, ge=0, description="Nothing ends the output before.")
     include_stop_str_in_output: bool = False
     presence_penalty: float = Field(0.0, ge=-2, le=2)

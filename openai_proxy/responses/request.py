@@ -23,6 +23,7 @@ PASSED = (parameters.SAMPLING - {"max_tokens"}) | {
     "parallel_tool_calls",
     "chat_template_kwargs",
     "chat_template",
+    "safety_identifier",
 }
 FIELDS = PASSED | {
     "input",

@@ -9,21 +9,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
-import transformers
-from tridentlm.config import EngineSettings
-from tridentlm.core.expect import ExpectedLength
-from tridentlm.core.request import Request
-from tridentlm.engine import Engine, build_runner
 
-from tests.core.driver import Reckless
+from tests.core.real_schedules import RealSchedules
 from tests.core.traffic import World
-from tests.factory import make_tiny_model
 
 SCHEDULES = 1000
-TIE = 1e-4
+REAL_SCHEDULES = 12
 
 
 def test_a_thousand_random_schedules_give_the_tokens_of_the_naive_run() -> None:
@@ -41,74 +33,13 @@ def test_a_thousand_random_schedules_give_the_tokens_of_the_naive_run() -> None:
     assert ended > SCHEDULES
 
 
-def draw_requests(rng: np.random.Generator, vocab: int) -> list[Request]:
-    """Some go on from a common beginning."""
-    common = rng.integers(3, vocab, 40)
-    requests = []
-    for i in range(7):
-        own = rng.integers(3, vocab, int(rng.integers(1, 40)))
-        prompt = np.concatenate([common[: int(rng.integers(0, 41))], own]).astype(np.int32)
-        requests.append(Request(i, prompt, int(rng.integers(1, 24)), temperature=0.0))
-    return requests
-
-
-def run_engine(engine: Engine, requests: list[Request]) -> dict[int, list[int]]:
-    tokens: dict[int, list[int]] = {request.id: [] for request in requests}
-    waiting = list(requests)
-    while waiting or engine.has_work:
-        for request in waiting[:2]:
-            engine.add(request)
-        waiting = waiting[2:]
-        output = engine.step()
-        engine.check_integrity()
-        if output is not None:
-            for request_id, token in zip(output.ids.tolist(), output.tokens.tolist(), strict=True):
-                tokens[request_id].append(token)
-    return tokens
-
-
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "qwen3_moe"])
 def test_the_real_engine_gives_the_tokens_of_running_alone(family: str, tmp_path: Path) -> None:
-    folder = make_tiny_model(family, tmp_path / family)
-    reference = transformers.AutoModelForCausalLM.from_pretrained(folder).float().eval()
-    settings = EngineSettings(
-        model=str(folder),
-        device="cpu",
-        page_size=8,
-        num_pages=20,
-        max_running=6,
-        max_step_tokens=24,
-    )
-    runner, _ = build_runner(settings)
-    rng = np.random.default_rng(3)
-    ties = preemptions = hits = 0
-    for steps_in_flight, prefix_cache in ((1, "radix"), (2, "radix"), (2, "null")):
-        engine = Engine(runner, steps_in_flight=steps_in_flight, prefix_cache=prefix_cache)
-        expect(engine, Reckless())
-        requests = draw_requests(rng, reference.config.vocab_size)
-        tokens = run_engine(engine, requests)
-        ties += sum(differs(reference, r, tokens[r.id]) for r in requests)
-        stats = engine.stats()
-        preemptions += stats.preemptions
-        hits += stats.prefix_hit_tokens
-    runner.close()
-    print(f"{family}: {ties} ties, {preemptions} preemptions, {hits} tokens from the cache")
-    assert preemptions > 0
-    assert hits > 0
-    assert ties <= 4, "more near-ties than a random model has"
-
-
-def expect(engine: Engine, expected: ExpectedLength) -> None:
-    engine.scheduler._expected = engine.scheduler._admission._expected = expected
-
-
-def differs(reference: torch.nn.Module, request: Request, got: list[int]) -> bool:
-    """Whether the answer leaves the reference's at a near-tie; anywhere else it fails."""
-    ids = torch.tensor([[*request.prompt.tolist(), *got]])
-    with torch.inference_mode():
-        logits = reference(ids).logits[0, len(request.prompt) - 1 : -1]
-    assert len(logits) == request.max_tokens
-    best = logits.topk(2).values
-    wrong = logits.argmax(-1) != torch.tensor(got)
-    assert not (wrong & (best[:, 0] - best[:, 1] > TIE)).any()
-    return bool(wrong.any())
+    """tests/core/real_schedules.py runs more of them."""
+    schedules = RealSchedules(family, tmp_path)
+    for seed in range(REAL_SCHEDULES):
+        schedules.run(seed)
+    print(family, dict(schedules.counts))
+    assert schedules.counts["preemptions"] > 0
+    assert schedules.counts["hits"] > 0
+    assert schedules.counts["ties"] <= 4, "more near-ties than a random model has"

@@ -1,8 +1,17 @@
 """What went wrong in the system that this one began from must not go wrong here.
 
-Each test is named for the behaviour that was seen there. Defects of a single structure are tested
-beside it: views instead of copies, locks, page counts and the empty integrity check in
-test_radix.py; the slot's early reuse in test_scheduler.py.
+Each test is named for the behaviour that was seen there. A defect of a single structure is tested
+beside it:
+
+    a pinned buffer refilled while its copy was pending (#103)        models/test_staging.py
+    heads and samples that differ between ranks (#98, #88, #113)      parallel/
+    pages counted as tokens, views for copies, locks that miss their
+    own node, an integrity check that checks nothing (#80, #149 ...)  core/test_radix.py
+    a slot given away while a step still writes to it                 core/test_scheduler.py
+    no integrity check when idle (#48), a failing step that leaves
+    its clients waiting                                               engine/test_worker.py
+    offline answers mixed up, short of their last token or too long   engine/test_llm.py
+    two servers on one host, exits that hang                          server/, parallel/
 """
 
 from __future__ import annotations

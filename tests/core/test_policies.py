@@ -6,9 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tridentlm.core.policy import POLICIES
+from tridentlm.core.params import SamplingParams
+from tridentlm.core.policy import POLICIES, check_priority
 from tridentlm.core.radix import RadixCache
 from tridentlm.core.request import Request
+from tridentlm.errors import InvalidRequest
 
 from tests.core.driver import Driver, make_limits, make_request
 
@@ -124,6 +126,25 @@ def test_salted_prompts_are_not_shared(salts: tuple[str, str]) -> None:
 
     run()
     assert hits == 2 * 16
+
+
+def test_a_users_requests_are_one_client_whatever_session_brings_them() -> None:
+    limits, prompt = make_limits(), np.arange(5, dtype=np.int32)
+
+    def client(user: str, session: str) -> str:
+        params = SamplingParams(max_tokens=2, user=user)
+        return Request.build(1, prompt, params, limits, frozenset(), session).client
+
+    assert client("u", "s1") == client("u", "s2") != client("v", "s1")
+    assert client("", "s1") == "s1" != client("s1", "s1")
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "longest-prefix"])
+def test_a_priority_is_not_ignored_in_silence(policy: str) -> None:
+    with pytest.raises(InvalidRequest, match="--policy priority"):
+        check_priority(policy, -1)
+    check_priority(policy, 0)
+    check_priority("priority", -1)
 
 
 def test_flush_forgets_what_nobody_reads() -> None:

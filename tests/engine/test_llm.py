@@ -81,6 +81,7 @@ def test_stop_token_ends_the_answer_and_is_no_text(llm: LLM) -> None:
         ([1, 2], None, InvalidRequest),
         (["a", [5] * 5000], None, ContextLengthExceeded),
         (["a"], [GREEDY, GREEDY], InvalidRequest),
+        (["a"], [SamplingParams(priority=1)], InvalidRequest),
     ],
 )
 def test_what_cannot_be_served_is_refused_before_anything_runs(

@@ -18,6 +18,7 @@ import pytest
 import tridentlm.worker
 import zmq
 from tridentlm.channel import (
+    FLUSH,
     HELLO,
     Failed,
     Idle,
@@ -33,6 +34,7 @@ from tridentlm.channel import (
 from tridentlm.config import EngineSettings
 from tridentlm.core.plan import StepPlan
 from tridentlm.core.request import FinishReason, Request
+from tridentlm.engine import Engine
 from tridentlm.errors import ModelNotFound
 from tridentlm.simulated import SimulatedRunner, SimulatedStep
 from tridentlm.worker import Worker
@@ -252,6 +254,33 @@ class BreakingRunner(SimulatedRunner):
         return super().launch(plan)
 
 
+class InThread:
+    """A worker of this process, which a test can reach into; up once entered, joined at the end."""
+
+    def __init__(self, settings: EngineSettings, folder: Path) -> None:
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        to_worker, from_worker = f"ipc://{folder}/in", f"ipc://{folder}/out"
+        self.inbox = receiver(self.context, from_worker)
+        self.outbox = sender(self.context, to_worker)
+        self.codes: list[int] = []
+        self.worker = Worker(receiver(self.context, to_worker), sender(self.context, from_worker))
+        self.thread = threading.Thread(target=lambda: self.codes.append(self.worker.run(settings)))
+
+    def __enter__(self) -> InThread:
+        self.thread.start()
+        self.outbox.send_multipart([HELLO])
+        assert isinstance(self.hear(), Ready)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.thread.join(SECONDS)
+        self.context.destroy(linger=0)
+
+    def hear(self) -> Message:
+        assert self.inbox.poll(int(SECONDS * 1e3)), "the worker is silent"
+        return unpack_message(self.inbox.recv_multipart())
+
+
 @pytest.mark.parametrize("steps_in_flight", [1, 2])
 def test_failing_step_answers_every_request_and_ends_the_process(
     steps_in_flight: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -261,25 +290,32 @@ def test_failing_step_answers_every_request_and_ends_the_process(
     )
     broken = BreakingRunner(settings), "broken"
     monkeypatch.setattr(tridentlm.worker, "build_runner", lambda settings: broken)
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    to_worker, from_worker = f"ipc://{tmp_path}/in", f"ipc://{tmp_path}/out"
-    inbox, outbox = receiver(context, from_worker), sender(context, to_worker)
-    worker = Worker(receiver(context, to_worker), sender(context, from_worker))
-    codes: list[int] = []
-    thread = threading.Thread(target=lambda: codes.append(worker.run(settings)))
-    thread.start()
-    try:
-        outbox.send_multipart([HELLO])
-        assert isinstance(unpack_message(inbox.recv_multipart()), Ready)
-        outbox.send_multipart(pack_add([request(i) for i in range(5)], time.monotonic()))
+    with InThread(settings, tmp_path) as worker:
+        worker.outbox.send_multipart(pack_add([request(i) for i in range(5)], time.monotonic()))
         errors: dict[int, str] = {}
         while len(errors) < 5:
-            assert inbox.poll(int(SECONDS * 1e3))
-            message = unpack_message(inbox.recv_multipart())
+            message = worker.hear()
             if isinstance(message, Step):
                 errors.update(message.output.errors)
         assert set(errors.values()) == {"The engine failed: RuntimeError: device lost"}
-    finally:
-        thread.join(SECONDS)
-        context.destroy(linger=0)
-    assert codes == [1]
+    assert worker.codes == [1]
+
+
+def test_a_failed_integrity_check_is_told_and_ends_the_process(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def lose_a_page(engine: Engine) -> None:
+        engine.scheduler.kv.pool.allocate(1)
+
+    monkeypatch.setattr(Engine, "flush_cache", lose_a_page)
+    with InThread(SETTINGS, tmp_path) as worker:
+        worker.outbox.send_multipart(pack_add([request(1)], time.monotonic()))
+        while not isinstance(message := worker.hear(), Idle):
+            pass
+        assert (message.stats.integrity_checks, message.stats.integrity_failures) == (1, 0)
+        worker.outbox.send_multipart([FLUSH])
+        while isinstance(message, Idle) and not message.stats.integrity_failures:
+            message = worker.hear()
+        assert isinstance(message, Idle)
+        assert (message.stats.integrity_checks, message.stats.integrity_failures) == (2, 1)
+    assert worker.codes == [1]

@@ -35,6 +35,8 @@ def test_sampling_fields_reach_the_engine(http: httpx.Client, session: FakeSessi
         "skip_special_tokens": False,
         "timeout": 3.5,
         "cache_salt": "tenant",
+        "priority": -3,
+        "user": "me",
     }
     for path in (CHAT, COMPLETIONS):
         assert ask(http, path, **sampling).status_code == 200
@@ -100,7 +102,6 @@ NOT_BUILT: list[tuple[str, Any, list[Any]]] = [
     ("reasoning_effort", "high", []),
     ("store", True, [False]),
     ("service_tier", "flex", ["auto", "default"]),
-    ("priority", 1, [0]),
     ("prompt_embeds", "AAAA", []),
     ("lora_path", "x", []),
 ]
@@ -123,9 +124,32 @@ def test_what_is_not_built_is_refused_unless_it_is_off(
 
 
 def test_labels_are_accepted_and_not_reported(http: httpx.Client) -> None:
-    response = ask(http, user="u", metadata={"a": "b"}, safety_identifier="s", prompt_cache_key="k")
+    response = ask(http, metadata={"a": "b"}, safety_identifier="s", prompt_cache_key="k")
     assert response.status_code == 200
     assert IGNORED not in response.headers
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, "/v1/responses", "/generate"])
+def test_a_request_is_its_users_by_openais_old_name_or_its_new_one(
+    http: httpx.Client, session: FakeSession, path: str
+) -> None:
+    prompt: dict[str, Any] = {
+        CHAT: {"messages": USER},
+        COMPLETIONS: {"prompt": "x"},
+        "/v1/responses": {"input": "x"},
+        "/generate": {"text_input": "x"},
+    }[path]
+    names: list[tuple[dict[str, Any], str | None]] = [
+        ({"user": "old"}, "old"),
+        ({"safety_identifier": "new"}, "new"),
+        ({"user": "old", "safety_identifier": "new"}, "old"),
+        ({}, None),
+    ]
+    for fields, user in names:
+        assert http.post(path, json=prompt | fields).status_code == 200
+        assert session.submissions[-1].sampling.get("user") == user
+    refused = http.post(path, json=prompt | {"user": 7})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "user")
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -24,6 +24,8 @@ _NOT_NEGATIVE = (
     "max_model_len",
     "max_queue",
     "max_step_tokens",
+    "max_mixed_tokens",
+    "max_queued_tokens",
     "threads",
     "cuda_graph_max_batch",
 )
@@ -54,7 +56,9 @@ class EngineSettings:
     max_queue: int = 1024
     max_queued_tokens: int = 0
     session_share: float = 1.0
+    user_share: float = 1.0
     max_step_tokens: int = 0
+    max_mixed_tokens: int = 0
     prefix_cache: str = "radix"
     admission: str = "optimistic"
     policy: str = "fcfs"
@@ -82,12 +86,9 @@ class EngineSettings:
         for name in _NOT_NEGATIVE:
             if getattr(self, name) < 0:
                 raise InvalidRequest(f"{name} must not be negative.", param=name)
-        if self.max_queued_tokens < 0:
-            raise InvalidRequest(
-                "max_queued_tokens must not be negative.", param="max_queued_tokens"
-            )
-        if not 0 < self.session_share <= 1:
-            raise InvalidRequest("session_share must be in (0, 1].", param="session_share")
+        for name in ("session_share", "user_share"):
+            if not 0 < getattr(self, name) <= 1:
+                raise InvalidRequest(f"{name} must be in (0, 1].", param=name)
         if self.tp < 1 or (self.tp > 1 and self.runner == "simulated"):
             raise InvalidRequest(
                 "tp must be at least 1, and is 1 for the simulated runner.", param="tp"

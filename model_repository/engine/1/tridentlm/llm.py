@@ -11,6 +11,7 @@ import numpy as np
 from tridentlm import grammar
 from tridentlm.config import EngineSettings
 from tridentlm.core.plan import StepOutput
+from tridentlm.core.policy import check_priority
 from tridentlm.core.request import Request, SamplingParams
 from tridentlm.engine import Engine, build_runner, load_grammars
 from tridentlm.errors import InternalError, InvalidRequest
@@ -52,6 +53,7 @@ class LLM:
         runner, self.name = build_runner(resolved)
         grammars = load_grammars(runner, resolved, self.tokenizer)
         self._engine = Engine.from_settings(runner, resolved, grammars)
+        self._policy = resolved.policy
         self._next_id = 0
 
     def __enter__(self) -> LLM:
@@ -102,6 +104,7 @@ class LLM:
         self._engine.limits.check_ids(ids)  # before a large id is cut to 32 bits
         if params.grammar is not None:
             grammar.check(params.grammar)
+        check_priority(self._policy, params.priority)
         self._next_id += 1
         return Request.build(
             self._next_id,

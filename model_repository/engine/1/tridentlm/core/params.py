@@ -24,7 +24,8 @@ class SamplingParams:
     is greedy. `top_k` 0 and -1, `top_p` 1 and `min_p` 0 are off. `seed` None: a random one. `stop`
     holds up to 16 texts that end the request; `stop_token_ids` end it like an EOS. `timeout` is in
     seconds from arrival (None: no limit). A lower `priority` goes first, where the policy looks at
-    it. Prompts share cached KV only with requests of the same `cache_salt`.
+    it. Prompts share cached KV only with requests of the same `cache_salt`. Requests of one `user`
+    count as one client where clients take turns, through whatever session they come.
 
     Before `min_tokens` tokens no stop token is sampled and no stop text is looked for. With
     `include_stop_str_in_output` the stop text or token is part of the text. `presence_penalty` and
@@ -49,6 +50,7 @@ class SamplingParams:
     timeout: float | None = None
     priority: int = 0
     cache_salt: str = ""
+    user: str = ""
     min_tokens: int = 0
     include_stop_str_in_output: bool = False
     presence_penalty: float = 0.0
@@ -120,7 +122,7 @@ def _flag(name: str, value: Any) -> bool:
     return value
 
 
-def _salt(name: str, value: Any) -> str:
+def _name(name: str, value: Any) -> str:
     if not isinstance(value, str) or len(value) > 256:
         raise InvalidRequest(f"{name} must be a string of at most 256 characters.", param=name)
     return value
@@ -174,7 +176,8 @@ _CHECKS: dict[str, Any] = {
     "skip_special_tokens": _flag,
     "timeout": _number(0, 1e9, open_low=True),
     "priority": _integer(-TOP_LIMIT),
-    "cache_salt": _salt,
+    "cache_salt": _name,
+    "user": _name,
     "min_tokens": _integer(0),
     "include_stop_str_in_output": _flag,
     "presence_penalty": _number(-2, 2),

@@ -12,6 +12,7 @@ from itertools import islice
 
 from tridentlm.core.plan import I32
 from tridentlm.core.request import Request
+from tridentlm.errors import InvalidRequest
 
 
 @dataclass(slots=True, eq=False)
@@ -54,6 +55,17 @@ def longest_prefix(waiting: Collection[Entry], prefix_length: PrefixLength) -> I
     entries = iter(waiting)
     first = sorted(islice(entries, MATCHED), key=lambda entry: -prefix_length(entry))
     return [*first, *entries]
+
+
+def check_priority(policy: str, value: int) -> None:
+    """Raises InvalidRequest for a request's priority that the policy of that name ignores."""
+    if value and policy != "priority":
+        raise InvalidRequest(
+            f"This server admits by {policy} and does not look at priority; start it with "
+            "--policy priority.",
+            param="priority",
+            code="unsupported_parameter",
+        )
 
 
 POLICIES: dict[str, Policy] = {

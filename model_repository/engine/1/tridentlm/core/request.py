@@ -90,7 +90,7 @@ class Request:
             deadline=math.inf if params.timeout is None else time.monotonic() + params.timeout,
             priority=params.priority,
             cache_salt=params.cache_salt,
-            client=client,
+            client=f"user {params.user}" if params.user else client,
             extras=RequestExtras.of(params, max_tokens),
         )
 

@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from tridentlm import __version__
 from tridentlm.config import EngineSettings
+from tridentlm.core.policy import check_priority
 from tridentlm.core.request import Limits, Request, SamplingParams
 from tridentlm.errors import EngineDown, InvalidRequest, Overloaded, TridentError
 from tridentlm.protocol import VERSION
@@ -164,6 +165,7 @@ class Broker:
             "protocol": VERSION,
             "version": __version__,
             "model": self._model,
+            "policy": self._settings.policy,
             "aliases": self._settings.served_names[1:],
             "up": self._process.up,
             "draining": self._pump.draining,
@@ -190,11 +192,12 @@ class Broker:
         if not isinstance(sampling, dict):
             raise InvalidRequest("sampling must be a JSON object.", param="sampling")
         params = SamplingParams.from_mapping(sampling)
+        check_priority(self._settings.policy, params.priority)
         limits = self._process.limits
         request = Request.build(
             next(self._numbers), prompt, params, limits, self._tokenizer.eos_token_ids, key[0]
         )
-        self._check_load(limits, outlet)
+        self._check_load(limits, outlet, request.client if params.user else None)
         stream = TextStream(
             request.id,
             key[1],
@@ -207,17 +210,20 @@ class Broker:
             echo=prompt.tolist() if params.echo else (),
             log=TokenLog.of(params, prompt, self._tokenizer.texts),
         )
-        self._ledger.enter(key, stream)
+        self._ledger.enter(key, stream, request.client)
         return request, stream
 
-    def _check_load(self, limits: Limits, outlet: Outlet) -> None:
-        """Raises Overloaded when there is no place for one more request of `outlet`."""
+    def _check_load(self, limits: Limits, outlet: Outlet, user: str | None) -> None:
+        """Raises Overloaded when there is no place for one more; `user`: as the ledger knows it."""
         limits.check_queue(len(self._ledger))
-        share = self._settings.session_share
-        if isinstance(outlet, Session) and share < 1:
-            places = int(share * (limits.max_running + limits.max_queue))
-            if len(outlet.streams) >= max(places, 1):
-                raise Overloaded(f"This session has its share of requests: {places}.")
+        places = limits.max_running + limits.max_queue
+        if isinstance(outlet, Session):
+            share = max(int(self._settings.session_share * places), 1)
+            if len(outlet.streams) >= share < places:
+                raise Overloaded(f"This session has its share of requests: {share}.")
+        share = max(int(self._settings.user_share * places), 1)
+        if user is not None and self._ledger.held_by(user) >= share < places:
+            raise Overloaded(f"This user has their share of requests: {share}.")
         most = self._settings.max_queued_tokens
         if most:
             queued = sum(s.prompt_tokens for s in self._ledger.streams() if not s.started)

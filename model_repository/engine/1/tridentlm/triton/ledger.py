@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from tridentlm.protocol import TOMBSTONE_SECONDS
@@ -21,6 +22,8 @@ class Ledger:
         self.lock = threading.RLock()
         self._streams: dict[int, TextStream] = {}
         self._keys: dict[Key, TextStream] = {}
+        self._clients: dict[int, str] = {}  # whose each request is
+        self._held: Counter[str] = Counter()
         self._sessions: dict[str, Session] = {}
         self._tombstones: dict[Key, float] = {}
 
@@ -28,8 +31,14 @@ class Ledger:
         """Requests that have not ended."""
         return len(self._streams)
 
-    def enter(self, key: Key, stream: TextStream) -> None:
+    def held_by(self, client: str) -> int:
+        """Its requests that have not ended."""
+        return self._held[client]
+
+    def enter(self, key: Key, stream: TextStream, client: str) -> None:
         with self.lock:
+            self._clients[stream.id] = client
+            self._held[client] += 1
             self._streams[stream.id] = self._keys[key] = stream
             if isinstance(stream.outlet, Session):
                 stream.outlet.streams[stream.uid] = stream
@@ -48,6 +57,11 @@ class Ledger:
         with self.lock:
             for stream in ended:
                 self._streams.pop(stream.id, None)
+                client = self._clients.pop(stream.id, None)
+                if client is not None:
+                    self._held[client] -= 1
+                    if not self._held[client]:
+                        del self._held[client]
                 session = stream.outlet if isinstance(stream.outlet, Session) else None
                 self._keys.pop(("" if session is None else session.id, stream.uid), None)
                 if session is not None:
