@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+MIXED_TOKENS = {"cpu": 128}
+"""Prompt tokens of a step in which others decode, by device; elsewhere what the budget leaves."""
+
 COMPILING_SECONDS = 0.005
 """How long a step without anything else to do waits for a grammar."""
 
@@ -86,6 +89,7 @@ class Engine:
         prefix_cache: str = "radix",
         admission: str = "optimistic",
         policy: str = "fcfs",
+        max_mixed_tokens: int = 0,
         grammars: Grammars | None = None,
     ) -> None:
         """The keywords are the settings of these names; without `grammars` they are refused."""
@@ -95,6 +99,7 @@ class Engine:
             cache=RadixCache(runner.limits.page_size) if prefix_cache == "radix" else None,
             policy=POLICIES[policy],
             reserve=admission == "reserve",
+            mixed_tokens=max_mixed_tokens or MIXED_TOKENS.get(runner.device, 0),
         )
         self._steps_in_flight = steps_in_flight or (2 if runner.device == "cuda" else 1)
         self._launched: deque[tuple[StepPlan, PendingStep]] = deque()
@@ -110,6 +115,7 @@ class Engine:
             prefix_cache=settings.prefix_cache,
             admission=settings.admission,
             policy=settings.policy,
+            max_mixed_tokens=settings.max_mixed_tokens,
             grammars=grammars,
         )
 
