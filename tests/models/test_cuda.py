@@ -5,8 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from tridentlm.config import EngineSettings
 from tridentlm.core.plan import FROM_DEVICE
+from tridentlm.models.fp8 import Fp8Linear, held_bytes, quantize_rows
 from tridentlm.runner import ModelRunner
 from tridentlm.sampling import sample
 
@@ -61,3 +63,28 @@ def test_a_token_is_the_same_on_both_devices() -> None:
     )
     same = sample(logits, asked) == sample(logits.cuda(), asked).cpu()
     assert same.sum() >= 199  # sums are rounded differently: a number on an edge may fall aside
+
+
+def test_fp8_products_are_those_of_a_cpu() -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight, x, bias = (torch.randn(n, generator=generator) for n in ((96, 64), (7, 64), (96,)))
+    values, scale = quantize_rows(weight)
+    for input_scale in (None, torch.tensor([0.01])):
+        answers = []
+        for device in ("cpu", "cuda"):
+            layer = Fp8Linear(
+                values.to(device),
+                scale.to(device),
+                None if input_scale is None else input_scale.to(device),
+                bias.bfloat16().to(device),
+                torch.bfloat16,
+                F.linear,
+            )
+            answers.append(layer(x.bfloat16().to(device)).float().cpu())
+        torch.testing.assert_close(*answers, atol=0.1, rtol=0.02)
+
+
+def test_weights_of_other_sizes_than_multiples_of_16_are_dequantized() -> None:
+    weight = torch.zeros(96, 64, device="cuda").to(torch.float8_e4m3fn)
+    assert held_bytes(weight, torch.bfloat16) == 96 * 64
+    assert held_bytes(weight[:90], torch.bfloat16) == 2 * 90 * 64
