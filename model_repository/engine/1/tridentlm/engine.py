@@ -41,9 +41,12 @@ def build_runner(settings: EngineSettings) -> tuple[Runner, str]:
         return SimulatedRunner(settings), settings.served_model_name or "simulated"
     files = resolve_model(settings)
     if settings.tp > 1:
+        from tridentlm.parallel.followers import Followers
+
+        followers = Followers(settings.tp - 1)  # load torch while this process does
         from tridentlm.parallel.leader import ParallelRunner
 
-        return ParallelRunner(settings, files), files.name
+        return ParallelRunner(settings, files, followers), files.name
     from tridentlm.runner import ModelRunner  # torch takes seconds: a wrong path fails before it
 
     return ModelRunner(settings, files), files.name

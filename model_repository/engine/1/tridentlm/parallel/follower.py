@@ -17,9 +17,9 @@ from multiprocessing.connection import Connection
 
 from tridentlm import memory
 from tridentlm.errors import InternalError, TridentError
+from tridentlm.models.shard import Shard
+from tridentlm.parallel.followers import Job, wait_for_hangup
 from tridentlm.parallel.group import joined
-from tridentlm.parallel.leader import Job
-from tridentlm.parallel.lifeline import wait_for_hangup
 from tridentlm.runner import ModelRunner
 from tridentlm.startup import settle
 
@@ -27,7 +27,7 @@ from tridentlm.startup import settle
 def follow(leader: Connection) -> None:
     """Loads what the leader says, then computes plans until it says None."""
     job: Job = leader.recv()
-    with joined(job.shard, job.port, job.device) as group:
+    with joined(Shard(job.rank, job.settings.tp), job.port, job.device) as group:
         runner = ModelRunner(job.settings, job.files, group)
         settle()
         leader.send(None)

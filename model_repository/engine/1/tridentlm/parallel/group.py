@@ -96,6 +96,8 @@ def joined(shard: Shard, store: Any, device: str) -> Iterator[Group]:
         store = TCPStore(LOOPBACK, store, is_master=False)
     if device == "cuda":
         torch.cuda.set_device(shard.rank)
+    # Ranks meet under a number that each process counts for itself, and a failure can leave behind.
+    dist.distributed_c10d._world.group_count = 0
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
         store=store,

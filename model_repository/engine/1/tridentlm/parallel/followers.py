@@ -1,0 +1,176 @@
+"""The processes of ranks 1, 2, ... as rank 0 sees them. Without torch, so that they start early.
+
+Messages go through a pair of sockets for each:
+
+    to a follower     a Job, StepPlans, None at the end
+    from a follower   None when it is ready, or the error that ends it
+
+A rank that ends, however it ends, closes its sockets. The leader's process ends then too, and with
+it all others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import pickle
+import select
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+
+from tridentlm.config import EngineSettings
+from tridentlm.core.extras import StepExtras
+from tridentlm.core.plan import StepPlan
+from tridentlm.errors import InternalError, TridentError, from_payload
+from tridentlm.hub import ModelFiles
+from tridentlm.startup import child_environ
+
+logger = logging.getLogger(__name__)
+
+GRACE_SECONDS = 2.0
+"""For the leader to say what is wrong, before it ends because a follower has ended."""
+
+EXIT_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What a follower shall run as `rank`. `port`: of the store where the ranks meet."""
+
+    rank: int
+    settings: EngineSettings
+    files: ModelFiles
+    device: str
+    port: int
+
+
+class Followers:
+    """Started by the constructor. One thread may call the methods."""
+
+    def __init__(self, count: int) -> None:
+        self._closing = False
+        self._connections: list[Connection] = []
+        self._processes: list[subprocess.Popen[bytes]] = []
+        for _ in range(count):
+            ours, theirs = Pipe()
+            command = [sys.executable, "-m", "tridentlm.parallel.follower", str(theirs.fileno())]
+            self._processes.append(
+                subprocess.Popen(
+                    command,
+                    env=child_environ(),
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=(theirs.fileno(),),
+                )
+            )
+            theirs.close()
+            self._connections.append(ours)
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def assign(self, job: Job) -> None:
+        """Gives ranks 1, 2, ... the job, each with its own rank."""
+        for rank, connection in enumerate(self._connections, 1):
+            connection.send(replace(job, rank=rank))
+
+    def wait_until_ready(self) -> None:
+        """Raises the error of a follower that ends instead, or EOFError."""
+        for connection in self._connections:
+            _raise_if_error(connection.recv())
+
+    def send(self, plan: StepPlan) -> None:
+        """Raises OSError when a follower has ended."""
+        message = pickle.dumps(shared(plan), pickle.HIGHEST_PROTOCOL)
+        for connection in self._connections:
+            connection.send_bytes(message)
+
+    def reason(self) -> TridentError | None:
+        """Why a follower has ended, or None: all live."""
+        deadline = time.monotonic() + EXIT_SECONDS
+        while time.monotonic() < deadline:
+            codes = [process.poll() for process in self._processes]
+            ended = [(code, rank) for rank, code in enumerate(codes, 1) if code is not None]
+            if ended:
+                code, rank = min(ended)  # one killed by a signal takes others with it
+                return self._last_words(rank) or InternalError(
+                    f"Rank {rank} of {len(codes) + 1} ended with code {code}."
+                )
+            time.sleep(0.02)
+        return None
+
+    def stop(self) -> None:
+        """Asks all to end; `wait` waits for it."""
+        self._closing = True
+        for connection in self._connections:
+            with contextlib.suppress(OSError):
+                connection.send(None)
+
+    def wait(self) -> None:
+        """Waits until all have ended, and ends those that do not."""
+        deadline = time.monotonic() + EXIT_SECONDS
+        for process in self._processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(deadline - time.monotonic(), 0))
+        self.kill()
+
+    def kill(self) -> None:
+        self._closing = True
+        for process, connection in zip(self._processes, self._connections, strict=True):
+            process.kill()
+            process.wait()
+            connection.close()
+
+    def _last_words(self, rank: int) -> TridentError | None:
+        connection = self._connections[rank - 1]
+        try:
+            while connection.poll():
+                _raise_if_error(connection.recv())
+        except TridentError as error:
+            return error
+        except (EOFError, OSError):
+            pass
+        return None
+
+    def _watch(self) -> None:
+        rank = 1 + wait_for_hangup(self._connections)
+        if not self._closing:
+            time.sleep(GRACE_SECONDS)
+        if not self._closing:
+            logger.error("Rank %d has ended, and the engine with it.", rank)
+            os._exit(1)
+
+
+def wait_for_hangup(connections: Sequence[Connection]) -> int:
+    """Returns the index of the first whose other end is closed, whatever is still unread in it."""
+    descriptors = [connection.fileno() for connection in connections]
+    poller = select.poll()
+    for descriptor in descriptors:
+        poller.register(descriptor, select.POLLRDHUP)
+    return descriptors.index(poller.poll()[0][0])
+
+
+def shared(plan: StepPlan) -> StepPlan:
+    """The plan without what only the leader needs, which chooses the tokens.
+
+    The places whose log-probabilities are asked for stay: their logits come from all ranks.
+    """
+    if plan.extras is None:
+        return plan
+    if plan.extras.measured is None:
+        return replace(plan, extras=None)
+    none, no_bias = np.empty(0, np.int32), np.empty(0, np.float32)
+    ids, measured = plan.extras.request_ids, plan.extras.measured
+    return replace(plan, extras=StepExtras(ids, none, none, no_bias, measured=measured))
+
+
+def _raise_if_error(message: Any) -> None:
+    if message is not None:
+        raise from_payload(message)
