@@ -84,10 +84,21 @@ class _Run:
 
 
 async def run_load(
-    url: str, streams: int, max_tokens: int, *, prompt: str = "Count on.", api_key: str = ""
+    url: str,
+    streams: int,
+    max_tokens: int,
+    *,
+    prompt: str = "Count on.",
+    model: str = "",
+    api_key: str = "",
 ) -> LoadResult:
-    """Streams `max_tokens` tokens to each of `streams` clients of the server at `url`."""
+    """Streams `max_tokens` tokens to each of `streams` clients of the server at `url`.
+
+    `model` is needed where the server has several.
+    """
     bodies = [_chat(f"Stream number {i}. {prompt}", max_tokens, i) for i in range(streams)]
+    if model:
+        bodies = [{**body, "model": model} for body in bodies]
     return await load_with(url, bodies, api_key=api_key)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+import grpc
 from tridentlm_client import wire
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
@@ -35,12 +36,25 @@ class Catalogue:
 
     def __init__(self, settings: ProxySettings) -> None:
         tls = tls_options(settings)
-        credentials = None if tls is None else tls.credentials()
-        self._channel = wire.open_channel(settings.triton, credentials)
-        self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+        self._credentials = None if tls is None else tls.credentials()
+        self._target = settings.triton
         self._known: dict[str, EngineNames | None] = {}
+        self._connect()
+
+    def _connect(self) -> None:
+        self._channel = wire.open_channel(self._target, self._credentials)
+        self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
 
     async def find(self) -> list[EngineNames]:
+        try:
+            return await self._find()
+        except grpc.RpcError:
+            # A channel that has failed waits longer and longer before it tries again.
+            await self._channel.close()
+            self._connect()
+            raise
+
+    async def _find(self) -> list[EngineNames]:
         request = service_pb2.RepositoryIndexRequest(ready=True)
         index = await self._stub.RepositoryIndex(request, timeout=ASK_SECONDS)
         names = sorted({model.name for model in index.models})

@@ -149,6 +149,7 @@ def bench(
     streams: Annotated[int, typer.Option(min=1, help="Clients that start at once.")] = 16,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens for each client.")] = 64,
     runs: Annotated[int, typer.Option(min=1, help="Runs; every one is printed.")] = 3,
+    model: Annotated[str, typer.Option(help="Model to ask; default: the only one.")] = "",
     api_key: Annotated[str, typer.Option(help="Key of the server.")] = "",
 ) -> None:
     """Stream chat completions to many clients at once; print one JSON object a run."""
@@ -158,7 +159,7 @@ def bench(
     from tridentlm_client.load import run_load
 
     for _ in range(runs):
-        result = asyncio.run(run_load(url, streams, tokens, api_key=api_key))
+        result = asyncio.run(run_load(url, streams, tokens, model=model, api_key=api_key))
         typer.echo(json.dumps(result.to_dict()))
         if result.failures:
             raise SystemExit(1)

@@ -150,11 +150,13 @@ class Models:
         )
 
     async def _look_for_ever(self) -> None:
+        trouble = ""
         while True:
             try:
                 await self._look()
-            except grpc.RpcError as error:
-                log.debug("Triton cannot be asked for its models: %s", error)
+            except grpc.aio.AioRpcError as error:
+                if trouble != (trouble := f"{error.code().name}: {error.details()}"):
+                    log.warning("Triton does not tell its models: %s", trouble)
             known = self._found.is_set()
             await asyncio.sleep(LOOK_SECONDS if known else FIRST_LOOK_SECONDS)
 
