@@ -42,6 +42,11 @@ REFUSED = frozenset(
         "unevaluatedProperties",
     }
 )
+NEXT = 1e-9
+_BOUNDS = (
+    ("exclusiveMinimum", "minimum", ("maximum", "exclusiveMaximum"), 1),
+    ("exclusiveMaximum", "maximum", ("minimum", "exclusiveMinimum"), -1),
+)
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _LISTS = ("anyOf", "allOf", "oneOf", "prefixItems")
 _ESCAPED = "\b\t\n\f\r"
@@ -69,6 +74,7 @@ def prepared(schema: Any, param: str) -> dict[str, Any]:
         _check_strings(part, place, param)
         if part.get("uniqueItems") is False:
             del part["uniqueItems"]
+        _shift_bounds(part)
         references.add(str(part.get("$ref")))
     if len(references) > MAX_REFERENCES:
         raise _refusal(param, f"The schema refers to more than {MAX_REFERENCES} others.")
@@ -129,7 +135,7 @@ def _check_keywords(part: dict[str, Any], place: str, param: str) -> None:
         if isinstance(part.get(name), list) and len(part[name]) > MAX_BRANCHES:
             raise _refusal(param, f"{name} at {place or 'the top level'} is too long.")
     multiple = part.get("multipleOf")
-    if isinstance(multiple, (int, float)) and not isinstance(multiple, bool):
+    if _is_number(multiple):
         digits = Decimal(str(multiple)).normalize().as_tuple().digits
         if int("".join(map(str, digits))) > MAX_MULTIPLE:
             raise unsupported(param, "multipleOf", place, f"{multiple} has too many digits")
@@ -140,6 +146,25 @@ def _check_keywords(part: dict[str, Any], place: str, param: str) -> None:
         raise unsupported(
             param, "minProperties", place, "at most one more than the required properties can be"
         )
+
+
+def _shift_bounds(part: dict[str, Any]) -> None:
+    """llguidance 1.9 lets 0 pass for 0 < x <= 0.5: any whole exclusive bound whose other bound has
+    the same whole part. There the bound becomes an inclusive one by its side."""
+    for exclusive, inclusive, others, sign in _BOUNDS:
+        bound = part.get(exclusive)
+        for other in (part.get(name) for name in others):
+            if not _is_number(bound) or not _is_number(other) or bound % 1:
+                continue
+            if sign * bound >= 0 and 0 < sign * (other - bound) < 1:
+                shifted = bound + sign * NEXT
+                stricter = max if sign > 0 else min
+                part[inclusive] = stricter(shifted, part.get(inclusive, shifted))
+                part.pop(exclusive, None)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _check_strings(part: dict[str, Any], place: str, param: str) -> None:

@@ -29,6 +29,7 @@ from tridentlm.errors import InvalidRequest
 from tridentlm.grammar import calls, schemas
 
 PARAM = "grammar"
+MAX_SPEC_CHARS = 262_144
 MAX_CHARS = 16384
 MAX_RULES = 256
 MAX_CHOICES = 1024
@@ -48,6 +49,9 @@ _JSON_OPTIONS = {
 }
 _META = re.compile(r"[][\\.+*?()|{}^$#&~/-]")
 _UNIMPLEMENTED = re.compile(r"Unimplemented keys: (\[.*?\])")
+_UNSUPPORTED = re.compile(
+    "Unknown format|oneOf constraints|patternProperty regexes|min/maxProperties"
+)
 _GAP = r"GAP: /[ \r\n]{0,4}/"
 
 
@@ -72,6 +76,8 @@ def dumped(spec: Any) -> str:
 
 @functools.lru_cache(CHECKED)
 def _verdict(text: str) -> tuple[str, str | None] | None:
+    if len(text) > MAX_SPEC_CHARS:
+        return f"The grammar has more than {MAX_SPEC_CHARS} characters.", "invalid_grammar"
     try:
         matcher = LLMatcher(_bytes_tokenizer(), source(text, {}), log_level=0, limits=LIMITS)
         if not matcher.is_error():
@@ -85,6 +91,7 @@ def _verdict(text: str) -> tuple[str, str | None] | None:
 
 def refusal(error: str) -> InvalidRequest:
     """The compiler's error as ours."""
+    code = "unsupported_keyword" if _UNSUPPORTED.search(error) else "invalid_grammar"
     unimplemented = _UNIMPLEMENTED.search(error)
     if unimplemented:
         keyword = ", ".join(json.loads(unimplemented[1]))
@@ -95,10 +102,12 @@ def refusal(error: str) -> InvalidRequest:
         )
     if "NoExtension" in error:
         error = "nothing matches it"
+    if "oneOf constraints" in error:
+        error = "oneOf is supported where it is plain that two branches never hold at once"
     return InvalidRequest(
         f"The grammar cannot be used: {' '.join(error.split())[:400]}",
         param=PARAM,
-        code="invalid_grammar",
+        code=code,
     )
 
 
@@ -196,6 +205,10 @@ def _tool_calls(value: Any, mark: calls.Mark, specials: Mapping[str, int]) -> Bo
         rules[function["name"]] = f"@arguments{i}"
         others.append({**body, "name": f"arguments{i}"})
     otherwise = value.get("otherwise")
+    if otherwise is not None and value["format"] == "llama3_json" and not value.get("required"):
+        raise _wrong(
+            "This model's tool calls cannot be told from other JSON: ask for either alone."
+        )
     if otherwise is not None:
         body, more = _body(otherwise, mark, specials)
         others += [{**body, "name": "otherwise"}, *more]

@@ -44,7 +44,8 @@ def read_options(request: Any) -> dict[str, Any]:
     """Text, sampling fields and `stream` of a plain request, from tensors or request parameters.
 
     A tensor goes before a parameter, a single field before the `sampling` JSON. Raises
-    InvalidRequest for an unknown request parameter, so that a misspelt name is not lost.
+    InvalidRequest for an unknown request parameter, so that a misspelt name is not lost, and for a
+    grammar that no answer can be held to.
     """
     given = {n: v for n, v in tensors.parameters(request).items() if not n.startswith("triton_")}
     for name in given:
@@ -67,6 +68,10 @@ def read_options(request: Any) -> dict[str, Any]:
     }
     options["stream"] = given.pop("stream", True)
     options["sampling"] = sampling | given
+    if options["sampling"].get("grammar") is not None:
+        from tridentlm import grammar
+
+        grammar.check(options["sampling"]["grammar"])
     return options
 
 
