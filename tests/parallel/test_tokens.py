@@ -23,7 +23,6 @@ from tridentlm.core.runner import Runner
 from tridentlm.engine import Engine, build_runner
 
 from tests.core.driver import Reckless
-from tests.core.test_differential import expect
 from tests.factory import make_tiny_model
 from tests.models.conftest import Engine as Reference
 from tests.models.conftest import load
@@ -78,7 +77,8 @@ def draw_requests(vocab: int) -> list[Request]:
 def run_traffic(runner: Runner) -> Outcome:
     """The same arrivals and aborts at the same steps for every runner."""
     engine = Engine(runner, steps_in_flight=2)
-    expect(engine, Reckless())
+    scheduler = engine.scheduler
+    scheduler._expected = scheduler._admission._expected = Reckless()
     rng, outcome = np.random.default_rng(9), Outcome()
     waiting = draw_requests(runner.limits.vocab_size)
     arrived = 0
