@@ -168,7 +168,9 @@ def _chat_tools(body: Mapping[str, Any]) -> Any:
 def _chat_choice(body: Mapping[str, Any]) -> Any:
     """A flat tool_choice as chat's nested one."""
     choice = body.get("tool_choice")
-    kind = choice.get("type") if isinstance(choice, dict) else None
+    if not isinstance(choice, dict):
+        return choice
+    kind = choice.get("type")
     if kind == "function":
         return {"type": "function", "function": {"name": choice.get("name")}}
     if kind != "allowed_tools":
