@@ -4,6 +4,7 @@ import logging
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from tridentlm import memory
@@ -37,6 +38,20 @@ def resolve(config: ModelConfig, settings: EngineSettings, free: int = FREE) -> 
 def test_a_page_is_counted_as_large_as_the_cache_makes_it(config: ModelConfig) -> None:
     cache = KVCache(config, 3, 16, torch.bfloat16, CPU)
     assert cache.data.nbytes == 3 * KVCache.page_bytes(config, 16, torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_cache_on_a_cpu_is_zero_and_takes_memory_as_it_is_used(
+    config: ModelConfig, dtype: torch.dtype
+) -> None:
+    pages = 2**30 // KVCache.page_bytes(config, 16, dtype)
+    process = psutil.Process()
+    before = process.memory_info().rss
+    cache = KVCache(config, pages, 16, dtype, CPU)
+    assert process.memory_info().rss - before < 2**26
+    assert cache.data[-1, -1, -1].eq(0).all()
+    cache.data[0, 1, 7] = 2.5
+    assert float(cache.data.select(1, 1)[0, 6:9].sum()) == 2.5 * cache.data[0, 0, 0].numel()
 
 
 def test_the_pool_is_a_quarter_of_the_free_memory_by_default(config: ModelConfig) -> None:

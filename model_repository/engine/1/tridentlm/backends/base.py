@@ -10,6 +10,8 @@ A row's block table lists its pages in the order of its tokens.
 
 from __future__ import annotations
 
+import math
+import mmap
 from typing import Protocol
 
 import torch
@@ -39,13 +41,22 @@ class KVCache:
         self.num_pages, self.page_size = num_pages, page_size
         page = (page_size, config.num_kv_heads)
         shape = (config.num_layers, 2, num_pages, *(page[::-1] if heads_first else page))
-        self.data = torch.zeros((*shape, config.head_dim), dtype=dtype, device=device)
+        self.data = _zeros((*shape, config.head_dim), dtype, device)
 
     @staticmethod
     def page_bytes(config: ModelConfig, page_size: int, dtype: torch.dtype) -> int:
         """Memory of one page over all layers, in bytes."""
         tokens = 2 * config.num_layers * page_size
         return tokens * config.num_kv_heads * config.head_dim * dtype.itemsize
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros; on a CPU their memory is taken as it is written to: to clear it takes seconds."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    data = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=private)
+    return torch.frombuffer(data, dtype=dtype).view(shape)
 
 
 class Ops(Protocol):
