@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from tridentlm.core.cache import PrefixCache
 from tridentlm.core.expect import ExpectedLength
-from tridentlm.core.plan import I64, StepOutput, StepPlan
+from tridentlm.core.plan import FROM_DEVICE, I64, StepOutput, StepPlan
 from tridentlm.core.policy import Policy, fcfs
 from tridentlm.core.request import FinishReason, Limits, Request
 from tridentlm.core.scheduler import Scheduler
@@ -45,6 +45,15 @@ class Reckless(ExpectedLength):
 
     def final_len(self, prompt_len: I64, length: I64, final_len: I64) -> I64:
         return np.minimum(final_len, length + 1)
+
+
+def check_constrained(plan: StepPlan) -> None:
+    """What a grammar allows next is known: the row's last token has come."""
+    if plan.extras is None:
+        return
+    for row in plan.sampled[plan.extras.constrained].tolist():
+        own = plan.token_ids[slice(*plan.query_starts[row : row + 2].tolist())]
+        assert not np.any(own == FROM_DEVICE), "a constrained row is launched blindly"
 
 
 class Driver:
@@ -88,6 +97,7 @@ class Driver:
     def launch(self) -> StepPlan | None:
         plan = self.scheduler.schedule()
         if plan is not None:
+            check_constrained(plan)
             self.launched.append((plan, self.runner.launch(plan)))
         return plan
 

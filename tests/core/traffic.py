@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 import numpy as np
+from tridentlm.core.extras import RequestExtras
 from tridentlm.core.policy import POLICIES
 from tridentlm.core.radix import RadixCache
 from tridentlm.core.request import FinishReason, Limits, Request
@@ -25,6 +26,7 @@ from tridentlm.core.request import FinishReason, Limits, Request
 from tests.core.driver import Driver, Reckless
 from tests.core.fake_model import VOCAB
 
+CONSTRAINED = RequestExtras(grammar="some")
 ENDS = (FinishReason.STOP, FinishReason.LENGTH)
 
 
@@ -139,6 +141,7 @@ class World:
             priority=int(rng.integers(-2, 3)),
             cache_salt=str(rng.choice(["", "", "a"])),
             client=str(rng.choice(["", "", "x"])),
+            extras=CONSTRAINED if rng.random() < 0.2 else None,
         )
 
 

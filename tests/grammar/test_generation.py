@@ -129,6 +129,13 @@ def test_no_other_parameter_breaks_it(llm: LLM, fields: dict[str, Any]) -> None:
     assert re.fullmatch("[0-9]{3,40}", answer.text)
 
 
+def test_log_probabilities_are_the_models_own(llm: LLM) -> None:
+    answer = llm.generate(PROMPT, params(DIGITS, logprobs=2, temperature=0))[0]
+    assert answer.logprobs is not None
+    assert len(answer.logprobs) == len(answer.token_ids)
+    assert any(entry.top[0] != entry.chosen for entry in answer.logprobs)
+
+
 @pytest.mark.parametrize(
     ("grammar", "code"),
     [

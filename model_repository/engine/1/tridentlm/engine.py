@@ -241,5 +241,11 @@ class Engine:
         compiling = self._compiling
         return replace(stats, waiting=stats.waiting + compiling) if compiling else stats
 
+    def close(self) -> None:
+        """Frees the model and the threads. The engine is of no use afterwards."""
+        self.runner.close()
+        if self._grammars:
+            self._grammars.close()
+
     def check_integrity(self) -> None:
         self.scheduler.check_integrity()

@@ -64,7 +64,7 @@ class LLM:
 
     def close(self) -> None:
         """Frees the model. The object is of no use afterwards."""
-        self._engine.runner.close()
+        self._engine.close()
 
     def generate(
         self,

@@ -88,7 +88,7 @@ class Worker:
             if output is not None:
                 self._send(Step(output, engine.stats()))
             return 1
-        runner.close()
+        engine.close()
         return 0
 
     def _serve(self, engine: Engine) -> None:
