@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from decimal import Decimal
-from typing import Any
+from typing import Any, TypeGuard
 
 from tridentlm.errors import InvalidRequest
 
@@ -163,7 +163,7 @@ def _shift_bounds(part: dict[str, Any]) -> None:
                 part.pop(exclusive, None)
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
