@@ -1,10 +1,15 @@
 """2,000 requests at one moment to a service with pages for 20: who gets what, when, and memory.
 
-Raw sockets, as in the load generator: the client shares the machine with what it measures.
+    python -m benchmarks.burst
+
+Steps take 5 ms, whatever they hold. Each request must get its whole answer or a 503 at once, and
+memory must not grow from burst to burst. Raw sockets, as in the load generator: the client shares
+the machine with what it measures.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import resource
@@ -16,6 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from benchmarks.record import write
 from tests.server.service import Service, wait_until
 
 REQUESTS, BURSTS = 2000, 3
@@ -98,7 +104,8 @@ def memory_mb(service: Service) -> dict[str, float]:
     return {name: round(p.memory_info().rss / 2**20, 1) for name, p in processes.items()}
 
 
-def measure_bursts() -> dict[str, Any]:
+def main() -> None:
+    argparse.ArgumentParser(description=__doc__).parse_args()
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 65536), hard))
     flags = ("--runner", "simulated", "--num-pages", str(PAGES))
@@ -110,4 +117,9 @@ def measure_bursts() -> dict[str, Any]:
             rows.append({**row, "rss_mb": memory_mb(service)})
             print(json.dumps(rows[-1]), flush=True)
         preemptions = service.status()["preemptions"]
-    return {"requests": REQUESTS, "pages": PAGES, "preemptions": preemptions, "bursts": rows}
+    result = {"benchmark": "burst", "requests": REQUESTS, "pages": PAGES, "bursts": rows}
+    print(write("burst", {**result, "preemptions": preemptions}))
+
+
+if __name__ == "__main__":
+    main()
