@@ -371,6 +371,22 @@ def test_dummy_weights_have_the_form_of_the_checkpoint(
     assert made["layers.0.down.weight"].float().std() == pytest.approx(0.02, rel=0.1)
 
 
+@pytest.mark.parametrize("name", ["fp8-block", "fp8-tensor-static", "compressed-channel"])
+def test_experts_are_dequantized(tmp_path: Path, name: str) -> None:
+    original = make_tiny_model("qwen3_moe", tmp_path / "original")
+    pair = quantized_pair(original, tmp_path, FORMATS[name])
+    weights, plain = read(pair.quantized), read(pair.plain)
+    experts = {tensor.dtype for key, tensor in weights.items() if "experts" in key}
+    assert experts == {torch.float32}
+    for key, tensor in dequantized(weights).items():
+        torch.testing.assert_close(tensor, plain[key], rtol=1e-6, atol=0)
+    if name == "fp8-block":
+        logits, expected = (
+            Engine(load(x)).logits(Chunk(0, PROMPT)) for x in (pair.quantized, pair.plain)
+        )
+        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+
+
 def test_experts_are_not_quantized_at_load(tmp_path: Path) -> None:
     folder = make_tiny_model("qwen3_moe", tmp_path)
     with pytest.raises(InvalidRequest, match="mixture of experts") as error:
