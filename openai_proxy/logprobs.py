@@ -139,7 +139,7 @@ def _candidate(candidate: Candidate) -> dict[str, Any]:
 
 
 def _likeliest(token: TokenLogprob) -> dict[str, float | None] | None:
-    """Of two tokens with one text the likelier stays."""
+    """Of tokens with one text the first stays: the token itself, or the likeliest."""
     if token.chosen.logprob is None:
         return None
     likeliest: dict[str, float | None] = {}
