@@ -2,8 +2,8 @@
 
     python -m benchmarks.mixed_steps [--model PATH] [--dtype auto]
 
-Four streams of 60 tokens decode on the CPU engine; two prompts of 1,000 tokens come, the second when
-the first has its first token. Small shares keep the streams flowing, large ones compute the prompts
+Four streams of 60 tokens decode on the CPU engine; two prompts of 1,000 tokens come, one when
+the other has its first token. Small shares keep the streams flowing, large ones compute the prompts
 in fewer steps. `whole`: a prompt's chunks take all of the step's budget, 512 tokens. Times are CPU
 seconds of one thread.
 """
