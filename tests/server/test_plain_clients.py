@@ -116,6 +116,26 @@ def test_http_generate_answers_with_one_json_object(simulated: Service) -> None:
     assert len(answer.json()["token_ids"]) == 6
 
 
+def test_log_probabilities_and_echo_come_when_asked_in_any_of_three_ways(
+    simulated: Service,
+) -> None:
+    url = f"{simulated.triton_url}/v2/models/generate/generate"
+    fields = {"text_input": "Hello", "max_tokens": 4, "seed": 2, "stream": False}
+    ways = (
+        {"logprobs": 1, "echo": True},
+        {"parameters": {"logprobs": 1, "echo": True}},
+        {"sampling": '{"logprobs": 1, "echo": true}'},
+    )
+    answers = [httpx.post(url, json={**fields, **way}).json() for way in ways]
+    assert answers[0] == answers[1] == answers[2]
+    told = json.loads(answers[0]["logprobs"])["logprobs"]
+    assert answers[0]["text_output"].startswith("Hello")
+    assert [token[1][0] for token in told[1:]] == answers[0]["token_ids"]
+    assert told[0][1][1] is None
+    assert all(len(top) == 1 for _, _, top in told[1:])
+    assert "logprobs" not in httpx.post(url, json=fields).json()
+
+
 def test_http_generate_stream_sends_events_that_add_up_to_the_answer(simulated: Service) -> None:
     url = f"{simulated.triton_url}/v2/models/generate"
     body = {"text_input": "Hello", "max_tokens": 9, "seed": 5}

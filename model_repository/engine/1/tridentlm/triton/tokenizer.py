@@ -37,7 +37,21 @@ SCALARS = (
     "ignore_eos",
     "timeout",
 )
-TEXT_PARAMETERS = ("text_input", "messages", "sampling", "stop", "stream", *SCALARS)
+PARAMETERS_ONLY = (
+    "min_tokens",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "include_stop_str_in_output",
+    "logprobs",
+    "prompt_logprobs",
+    "echo",
+)
+TEXT_PARAMETERS = (
+    *("text_input", "messages", "sampling", "stop", "stream"),
+    *SCALARS,
+    *PARAMETERS_ONLY,
+)
 
 
 def read_options(request: Any) -> dict[str, Any]:
