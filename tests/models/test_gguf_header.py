@@ -6,7 +6,6 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from tridentlm import hub
 from tridentlm.errors import InvalidRequest, ModelNotFound
 from tridentlm.models import loading
 from tridentlm.models.gguf import GGUFModel
@@ -44,9 +43,7 @@ def path(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("source", ["written", "default"])
-def test_a_header_says_what_the_gguf_package_says(path: Path, source: str) -> None:
-    path = path if source == "written" else hub.default_model()
+def test_a_header_says_what_the_gguf_package_says(path: Path) -> None:
     header, reader = read_header(path), gguf.GGUFReader(path)
     scalars = {
         name: field.contents()
