@@ -32,13 +32,14 @@ from tridentlm.backends.flashinfer import (
     cut_tail,
 )
 from tridentlm.backends.kernels import choose_tokens
-from tridentlm.core.plan import I32, StepPlan
+from tridentlm.core.plan import StepPlan
 from tridentlm.core.request import Limits
 from tridentlm.eager import PendingTokens, output_rows
 from tridentlm.logprobs import measure
 from tridentlm.models.decoder import Decoder
 from tridentlm.sampling import has_filters, sample, uniforms
-from tridentlm.staging import Layout, Staging, make_layout
+from tridentlm.staging import Staging
+from tridentlm.steparrays import decode_layout, idle_plan, mixed_layout, padded, page_list
 
 logger = logging.getLogger(__name__)
 
@@ -75,8 +76,8 @@ class CudaExecutor:
         self._adjuster = LogitAdjuster(self._device)
         self._sizes = graph_sizes
         width = limits.pages_for(limits.max_tokens_held)
-        self._decode_layout = _decode_layout(max([1, *graph_sizes]), width)
-        self._mixed_layout = _mixed_layout(limits, width)
+        self._decode_layout = decode_layout(max([1, *graph_sizes]), width)
+        self._mixed_layout = mixed_layout(limits, width)
         words = max(
             max(field.offset + field.size for field in layout.values())
             for layout in (self._decode_layout, self._mixed_layout)
@@ -136,18 +137,18 @@ class CudaExecutor:
         """Fills the staging buffer for the graph of `size`, and plans its attention."""
         rows = plan.num_rows
         spare = self._backend.spare_page
-        context = _padded(plan.context_lens, size, 1)
+        context = padded(plan.context_lens, size, 1)
         arrays: dict[str, npt.NDArray[Any]] = {
-            "token_ids": _padded(plan.token_ids, size, 0),
-            "positions": _padded(plan.positions, size, 0),
-            "kv_slots": _padded(plan.kv_slots.astype(np.int32), size, spare * self._page_size),
-            "slots": _padded(plan.slots, size, self._spare_slot),
+            "token_ids": padded(plan.token_ids, size, 0),
+            "positions": padded(plan.positions, size, 0),
+            "kv_slots": padded(plan.kv_slots.astype(np.int32), size, spare * self._page_size),
+            "slots": padded(plan.slots, size, self._spare_slot),
             "context_lens": context,
-            "temperature": _padded(plan.temperature, size, 0),
-            "uniform": _padded(uniforms(plan.seeds, plan.sample_positions), size, 0),
+            "temperature": padded(plan.temperature, size, 0),
+            "uniform": padded(uniforms(plan.seeds, plan.sample_positions), size, 0),
         }
         if isinstance(decode, PlannedDecode):
-            indptr, pages = _page_list(plan.block_tables, plan.context_lens, self._page_size)
+            indptr, pages = page_list(plan.block_tables, plan.context_lens, self._page_size)
             padding = size - rows
             indptr = np.append(indptr, indptr[-1] + np.arange(1, padding + 1, dtype=np.int32))
             arrays["indptr"] = indptr
@@ -179,7 +180,7 @@ class CudaExecutor:
         step = FlashInferStep(
             self._backend, rows["positions"], rows["kv_slots"], decode, size, None
         )
-        self._send_decodes(_idle_plan(), size, decode)
+        self._send_decodes(idle_plan(), size, decode)
         self._compute(rows, rows["slots"], step, None)  # no library may set itself up in a capture
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
@@ -193,7 +194,7 @@ class CudaExecutor:
         self, plan: StepPlan, lengths: npt.NDArray[Any], decodes: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         layout = self._mixed_layout
-        indptr, pages = _page_list(
+        indptr, pages = page_list(
             plan.block_tables[decodes:], plan.context_lens[decodes:], self._page_size
         )
         arrays: dict[str, npt.NDArray[Any]] = {
@@ -234,7 +235,7 @@ class CudaExecutor:
     ) -> Decode:
         if self._backend.has_xqa:
             return XqaDecode(self._backend, fields["pages"], fields["context_lens"])
-        indptr, pages = _page_list(
+        indptr, pages = page_list(
             plan.block_tables[:decodes], plan.context_lens[:decodes], self._page_size
         )
         last = (plan.context_lens[:decodes] - 1) % self._page_size + 1
@@ -268,77 +269,3 @@ class CudaExecutor:
 
     def _to_device(self, array: npt.NDArray[Any]) -> torch.Tensor:
         return torch.from_numpy(array).to(self._device, non_blocking=True)
-
-
-def _decode_layout(rows: int, width: int) -> Layout:
-    integer, real = torch.int32, torch.float32
-    return make_layout(
-        {
-            "token_ids": ((rows,), integer),
-            "positions": ((rows,), integer),
-            "kv_slots": ((rows,), integer),
-            "slots": ((rows,), integer),
-            "context_lens": ((rows,), integer),
-            "last_page_lens": ((rows,), integer),
-            "indptr": ((rows + 1,), integer),
-            "temperature": ((rows,), real),
-            "uniform": ((rows,), real),
-            "pages": ((rows, width), integer),
-        }
-    )
-
-
-def _mixed_layout(limits: Limits, width: int) -> Layout:
-    tokens, rows = (limits.max_step_tokens,), (limits.max_running,)
-    pages = limits.max_running * width
-    integer, real = torch.int32, torch.float32
-    return make_layout(
-        {
-            "token_ids": (tokens, integer),
-            "positions": (tokens, integer),
-            "kv_slots": (tokens, integer),
-            "token_slots": (tokens, integer),
-            "context_lens": (rows, integer),
-            "slots": (rows, integer),
-            "rows": (rows, integer),
-            "temperature": (rows, real),
-            "uniform": (rows, real),
-            "prefill_pages": ((pages,), integer),
-            "pages": ((limits.max_running, width), integer),
-        }
-    )
-
-
-def _idle_plan() -> StepPlan:
-    """A step without rows: a graph's size fills it with padding."""
-    none, real = np.zeros(0, np.int32), np.zeros(0, np.float32)
-    return StepPlan(
-        step=0,
-        slots=none,
-        query_starts=np.zeros(1, np.int32),
-        context_lens=none,
-        block_tables=np.zeros((0, 1), np.int32),
-        token_ids=none,
-        positions=none,
-        kv_slots=none.astype(np.int64),
-        sampled=none,
-        temperature=real,
-        top_k=none,
-        top_p=real,
-        min_p=real,
-        seeds=none.astype(np.uint64),
-        sample_positions=none.astype(np.int64),
-    )
-
-
-def _padded(array: npt.NDArray[Any], size: int, value: int) -> npt.NDArray[Any]:
-    padded = np.full(size, value, array.dtype)
-    padded[: len(array)] = array
-    return padded
-
-
-def _page_list(tables: I32, context_lens: I32, page_size: int) -> tuple[I32, I32]:
-    """The rows' pages one after another: (indptr int32 [rows + 1], pages)."""
-    counts = -(-context_lens // page_size)
-    used = np.arange(tables.shape[1]) < counts[:, None]
-    return np.concatenate([[0], np.cumsum(counts)]).astype(np.int32), tables[used]

@@ -1,0 +1,87 @@
+"""A step's arrays as the CUDA executor sends them: where each lies, how a batch is filled up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tridentlm.core.plan import I32, StepPlan
+from tridentlm.core.request import Limits
+from tridentlm.staging import Layout, make_layout
+
+
+def decode_layout(rows: int, width: int) -> Layout:
+    integer, real = torch.int32, torch.float32
+    return make_layout(
+        {
+            "token_ids": ((rows,), integer),
+            "positions": ((rows,), integer),
+            "kv_slots": ((rows,), integer),
+            "slots": ((rows,), integer),
+            "context_lens": ((rows,), integer),
+            "last_page_lens": ((rows,), integer),
+            "indptr": ((rows + 1,), integer),
+            "temperature": ((rows,), real),
+            "uniform": ((rows,), real),
+            "pages": ((rows, width), integer),
+        }
+    )
+
+
+def mixed_layout(limits: Limits, width: int) -> Layout:
+    tokens, rows = (limits.max_step_tokens,), (limits.max_running,)
+    pages = limits.max_running * width
+    integer, real = torch.int32, torch.float32
+    return make_layout(
+        {
+            "token_ids": (tokens, integer),
+            "positions": (tokens, integer),
+            "kv_slots": (tokens, integer),
+            "token_slots": (tokens, integer),
+            "context_lens": (rows, integer),
+            "slots": (rows, integer),
+            "rows": (rows, integer),
+            "temperature": (rows, real),
+            "uniform": (rows, real),
+            "prefill_pages": ((pages,), integer),
+            "pages": ((limits.max_running, width), integer),
+        }
+    )
+
+
+def idle_plan() -> StepPlan:
+    """A step without rows: a graph's size fills it with padding."""
+    none, real = np.zeros(0, np.int32), np.zeros(0, np.float32)
+    return StepPlan(
+        step=0,
+        slots=none,
+        query_starts=np.zeros(1, np.int32),
+        context_lens=none,
+        block_tables=np.zeros((0, 1), np.int32),
+        token_ids=none,
+        positions=none,
+        kv_slots=none.astype(np.int64),
+        sampled=none,
+        temperature=real,
+        top_k=none,
+        top_p=real,
+        min_p=real,
+        seeds=none.astype(np.uint64),
+        sample_positions=none.astype(np.int64),
+    )
+
+
+def padded(array: npt.NDArray[Any], size: int, value: int) -> npt.NDArray[Any]:
+    padded = np.full(size, value, array.dtype)
+    padded[: len(array)] = array
+    return padded
+
+
+def page_list(tables: I32, context_lens: I32, page_size: int) -> tuple[I32, I32]:
+    """The rows' pages one after another: (indptr int32 [rows + 1], pages)."""
+    counts = -(-context_lens // page_size)
+    used = np.arange(tables.shape[1]) < counts[:, None]
+    return np.concatenate([[0], np.cumsum(counts)]).astype(np.int32), tables[used]
