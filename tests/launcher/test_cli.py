@@ -56,6 +56,8 @@ def test_the_command_answers_fast_and_without_torch() -> None:
         (["--workers", "0"], "workers"),
         (["--model", "/nowhere/at/all"], "/nowhere/at/all"),
         (["--repository", "/nowhere/at/all"], "/nowhere/at/all"),
+        (["--model", "/a", "--model", "/b", "--repository", "/c"], "--repository"),
+        (["--model", "/a", "--model", "/b", "--served-model-name", "x"], "once for each"),
     ],
 )
 def test_serve_refuses_what_cannot_work_before_it_starts_anything(
@@ -65,6 +67,15 @@ def test_serve_refuses_what_cannot_work_before_it_starts_anything(
     assert done.returncode == 1
     assert message in done.stderr
     assert "starting" not in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_replay_names_a_file_that_is_no_record(tmp_path: Path) -> None:
+    file = tmp_path / "record.json"
+    file.write_text("{}")
+    done = tridentlm("replay", str(file))
+    assert done.returncode == 1
+    assert f"{file} is no recorded request" in done.stderr
     assert "Traceback" not in done.stderr
 
 
