@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 from tridentlm.errors import InvalidRequest
 from tridentlm.grammar import check
@@ -17,6 +20,7 @@ from tridentlm.text import Tokenizer
 from tests.grammar.walks import accepts
 from tests.text.families import FAMILIES
 
+KINDS = ["json_object", "json_schema", "regex", "choice", "grammar", "tool_calls"]
 JSON = {"type": "json_object"}
 
 
@@ -112,6 +116,35 @@ def test_what_is_none_is_refused_with_the_reason(spec: Any, named: str) -> None:
         assert caught.value.param == "response_format"
         assert caught.value.code in ("invalid_grammar", "unsupported_keyword")
         assert named in caught.value.message
+
+
+KEYWORDS = [
+    *("type", "properties", "items", "anyOf", "oneOf", "allOf", "enum", "const", "$ref", "$defs"),
+    *("required", "additionalProperties", "prefixItems", "minimum", "exclusiveMinimum", "maximum"),
+    *("multipleOf", "minLength", "maxLength", "pattern", "format", "minItems", "uniqueItems"),
+    *("minProperties", "maxProperties", "patternProperties", "value", "thoughts", "format", "not"),
+    *("functions", "parameters", "name", "otherwise"),
+]
+WORDS = st.sampled_from(
+    ["string", "object", "array", "#/$defs/a", "#", "^a$", "date", "hermes", ""]
+)
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers(-9, 99) | st.floats() | WORDS | st.text(max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(KEYWORDS) | st.text(max_size=2), inner, max_size=4)
+    ),
+    max_leaves=12,
+)
+
+
+@settings(deadline=None, max_examples=400)
+@given(st.sampled_from([*KINDS, "nothing"]) | ANYTHING, ANYTHING, st.none() | ANYTHING)
+def test_nothing_else_comes_of_any_value(kind: Any, value: Any, thoughts: Any) -> None:
+    with contextlib.suppress(InvalidRequest):
+        check({"type": kind, "value": value, "thoughts": thoughts})
+    with contextlib.suppress(InvalidRequest):
+        check({"type": "tool_calls", "value": {"format": "hermes", "functions": value}})
 
 
 def nested(depth: int) -> dict[str, Any]:

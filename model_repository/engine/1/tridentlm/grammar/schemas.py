@@ -170,7 +170,8 @@ def _is_number(value: Any) -> TypeGuard[float]:
 def _check_strings(part: dict[str, Any], place: str, param: str) -> None:
     """Answers never hold \\u escapes (a lone surrogate breaks strict parsers), so some characters
     cannot be written."""
-    fixed = [part.get("const"), part.get("enum"), list(part.get("properties") or ())]
+    names = part.get("properties")
+    fixed = [part.get("const"), part.get("enum"), list(names) if isinstance(names, dict) else ()]
     for text in _texts(fixed):
         if any(char < " " and char not in _ESCAPED for char in text):
             where = place or "the top level"

@@ -132,9 +132,10 @@ def source(text: str, specials: Mapping[str, int]) -> str:
 
 
 def _body(spec: Any, mark: calls.Mark, specials: Mapping[str, int]) -> Body:
-    if not isinstance(spec, dict) or spec.get("type") not in _BODIES:
+    kind = spec.get("type") if isinstance(spec, dict) else None
+    if not isinstance(kind, str) or kind not in _BODIES:
         raise _wrong(f"grammar must be an object whose type is one of {', '.join(_BODIES)}.")
-    return _BODIES[spec["type"]](spec.get("value"), mark, specials)
+    return _BODIES[kind](spec.get("value"), mark, specials)
 
 
 def _after_thoughts(thoughts: str, mark: calls.Mark, specials: Mapping[str, int]) -> str:
@@ -196,7 +197,9 @@ def _tool_calls(value: Any, mark: calls.Mark, specials: Mapping[str, int]) -> Bo
     for i, function in enumerate(functions):
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise _wrong("Each of the functions needs a name.")
-        schema = {"type": "object", **(function.get("parameters") or _NO_PARAMETERS)}
+        schema = function.get("parameters") or _NO_PARAMETERS
+        if isinstance(schema, dict):
+            schema = {"type": "object", **schema}
         try:
             body, _ = _json_schema(schema, mark, specials)
         except InvalidRequest as error:
