@@ -23,7 +23,7 @@ from openai_proxy.generate import GenerateEndpoint
 from openai_proxy.metrics import ProxyMetrics
 from openai_proxy.middleware import OPEN_PATHS, Gate
 from openai_proxy.models import CatalogueFactory, Models, SessionFactory, TextFactory
-from openai_proxy.openapi import describe_posts
+from openai_proxy.openapi import describe
 from openai_proxy.parameters import IgnoredParameters
 from openai_proxy.protocol import parse_chat, parse_completion
 from openai_proxy.rawgenerate import RawGenerateEndpoint
@@ -79,7 +79,7 @@ def create_app(
         app.router.routes.insert(0, Route(path, endpoint, methods=["POST"]))
     app.include_router(router)
     app.include_router(responses_router)
-    describe_posts(app)
+    describe(app, settings.api_key)
     app.add_exception_handler(HTTPException, on_http_exception)
     known = OPEN_PATHS | posts.keys() | {"/v1/models", "/version", "/v1/embeddings"}
     _wrap(app, settings, frozenset(known))

@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 from fastapi import APIRouter, Request
-from fastapi.responses import Response
+from fastapi.responses import PlainTextResponse, Response
 from tridentlm import __version__
 from tridentlm.errors import EngineDown, InvalidRequest
 
@@ -53,8 +53,8 @@ async def get_model(request: Request, model_id: str) -> dict[str, Any]:
     return _describe(request, _models(request).find(model_id), model_id)
 
 
-@router.post("/v1/embeddings")
-async def embeddings() -> dict[str, Any]:
+@router.post("/v1/embeddings", status_code=400)
+async def embeddings() -> None:
     """Always a 400: a server of a generating model has no embeddings."""
     raise InvalidRequest(
         "This server generates text; its model gives no embeddings.", code="unsupported_endpoint"
@@ -92,7 +92,7 @@ async def version(request: Request) -> dict[str, Any]:
     return {"version": __version__, "engine_version": next(iter(versions), None)}
 
 
-@router.get("/metrics")
+@router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
     """Triton's exposition, if its address was given, and the proxy's over all workers."""
     state = request.app.state

@@ -11,10 +11,17 @@ import pytest
 import schemathesis
 from hypothesis import HealthCheck, given, settings
 from schemathesis import GenerationMode
-from schemathesis.specs.openapi.checks import response_schema_conformance
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
 
+from openai_proxy.app import create_app
+from openai_proxy.settings import ProxySettings
 from tests.proxy.fakes import Proxy, running_proxy
 
+CHECKS = [response_schema_conformance, status_code_conformance, content_type_conformance]
 WITH_BODY = [
     "/v1/chat/completions",
     "/v1/completions",
@@ -58,6 +65,26 @@ def test_every_operation_is_tried(document: Any) -> None:
     assert sorted(found) == sorted(OPERATIONS)
 
 
+def test_errors_are_described_as_they_are(document: Any) -> None:
+    for operations in document["paths"].values():
+        for operation in operations.values():
+            assert "422" not in operation["responses"]
+            error = operation["responses"]["default"]["content"]["application/json"]["schema"]
+            assert error == {"$ref": "#/components/schemas/ErrorBody"}
+    assert "HTTPValidationError" not in document["components"]["schemas"]
+    assert "securitySchemes" not in document["components"]
+
+
+def test_a_key_is_asked_for_where_it_is_needed() -> None:
+    document = create_app(ProxySettings(api_key="secret")).openapi()
+    assert document["components"]["securitySchemes"]["key"]["scheme"] == "bearer"
+    for path, operations in document["paths"].items():
+        for operation in operations.values():
+            needs = path not in ("/health", "/health/live", "/health/ready", "/metrics")
+            assert ("security" in operation) == needs
+    assert "secret" not in str(document)
+
+
 TRIED = [(*operation, GenerationMode.POSITIVE) for operation in OPERATIONS] + [
     ("POST", path, GenerationMode.NEGATIVE) for path in WITH_BODY
 ]
@@ -81,8 +108,7 @@ def test_no_500_and_one_shape_of_error(
     def run(case: Any) -> None:
         response = case.call(base_url=quick.url, timeout=10)
         check(response)
-        if response.status_code == 200:
-            case.validate_response(response, checks=[response_schema_conformance])
+        case.validate_response(response, checks=CHECKS)
 
     run()
 
