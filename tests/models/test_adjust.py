@@ -85,7 +85,8 @@ def extras(rows: Sequence[Asked], slots: Sequence[int], *, new: bool = True) -> 
 
 
 def step(rows: Sequence[Asked], slots: Sequence[int], *, new: bool = True) -> StepPlan:
-    return replace(plan(len(rows)), extras=extras(rows, slots, new=new))
+    lengths = [len(row.prompt) + len(row.output) for row in rows]
+    return replace(plan(len(rows), lengths), extras=extras(rows, slots, new=new))
 
 
 CASES = [
@@ -137,7 +138,8 @@ def test_a_slots_next_request_does_not_inherit_counts() -> None:
     adjuster.adjust(logits, first)
     adjuster.count(torch.tensor([8]), first)
     case = Asked(presence=2.0, repetition=3.0, prompt=(4,))
-    adjuster.adjust(logits, step([Asked(presence=1.0)], [40]))  # the state grows beside it
+    longer = Asked(presence=1.0, prompt=[0] * 99)
+    adjuster.adjust(logits, step([longer], [40]))  # the state grows beside it
     changed = adjuster.adjust(logits, step([case], [3])).numpy()[0]
     np.testing.assert_allclose(changed, expected(LOGITS, case), rtol=1e-6)
 
@@ -150,7 +152,7 @@ def test_nothing_is_allocated_until_somebody_has_a_penalty() -> None:
     adjuster.adjust(torch.tensor([LOGITS]), biased)
     adjuster.count(torch.tensor([1]), biased)
     assert adjuster._output is None
-    adjuster.adjust(torch.tensor([LOGITS]), step([Asked(presence=1.0)], [2]))
+    adjuster.adjust(torch.tensor([LOGITS]), step([Asked(presence=1.0, prompt=(1,))], [2]))
     assert adjuster._output is not None
     assert len(adjuster._output) == 4, "a few slots, not all"
 
