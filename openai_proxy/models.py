@@ -177,6 +177,9 @@ class Models:
     def _add(self, names: EngineNames) -> None:
         model = ServedModel(self._settings.for_engine(names), *self._factories)
         self._models[names.engine] = model
+        # A repository's first model is the first one listed, whatever Triton says first.
+        first = self._settings.engine_names().engine
+        self._models = dict(sorted(self._models.items(), key=lambda m: (m[0] != first, m[0])))
         log.info("serving the engine %s", names.engine)
 
 

@@ -43,7 +43,7 @@ def serving(**settings: Any) -> Iterator[Several]:
     for engine, model in names:
         sessions[engine].status = {**(sessions[engine].status or {}), "model": model}
     (sessions["engine"].status or {})["aliases"] = ["a", "org/alpha"]
-    catalogue = FakeCatalogue("engine", "b_engine")
+    catalogue = FakeCatalogue("b_engine", "engine")
     app = create_app(
         ProxySettings(**settings),
         lambda own: sessions[own.engine],
@@ -162,7 +162,7 @@ def test_engines_that_come_and_go_are_noticed(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(models, "MISSED_LOOKS", 2)
     with serving() as several:
         several.catalogue.engines.append("c_engine")
-        eventually(lambda: several.names()[-1] == "gamma")
+        eventually(lambda: several.names() == ["alpha", "a", "org/alpha", "beta", "gamma"])
         assert several.chat(model="gamma").status_code == 200
         several.catalogue.engines.remove("b_engine")
         eventually(lambda: "beta" not in several.names())
