@@ -4,7 +4,8 @@
 
 The job (seed 0): 256 prompts of 100 to 1,024 random ids, then 256 answers of 100 to 1,024 tokens;
 temperature 0.6, EOS ignored, prefix cache empty before each run. Any other setting of the engine
-follows as `name=value`. The floor is the time that the hardware's measured rates allow.
+follows as `name=value`. The floor is the time that the hardware's measured rates allow; with --tp
+that of so many GPUs which exchange nothing.
 """
 
 from __future__ import annotations
@@ -192,6 +193,7 @@ def engine_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", required=True)
     parser.add_argument("--load-format", default="auto")
+    parser.add_argument("--tp", type=int, default=1, help="GPUs that share the model")
     parser.add_argument("settings", nargs="*", help="any setting of the engine: name=value")
     return parser
 
@@ -201,6 +203,7 @@ def engine_settings(
 ) -> EngineSettings:
     """The settings that the command line of an `engine_parser` asks for."""
     environ = {"MODEL": arguments.model, "LOAD_FORMAT": arguments.load_format}
+    environ["TP"] = str(arguments.tp)
     environ |= dict(setting.upper().split("=", 1) for setting in arguments.settings)
     unknown = environ.keys() - {field.name.upper() for field in fields(EngineSettings)}
     if unknown:
@@ -228,7 +231,7 @@ def main() -> None:
         runs.append(run(engine, clock, job, index * len(job.prompts)))
         print(json.dumps(runs[-1]), flush=True)
     config = ModelConfig.from_folder(resolve_model(settings).path)
-    floor = floor_seconds(config, job, 1 if settings.kv_dtype == "fp8" else 2)
+    floor = floor_seconds(config, job, 1 if settings.kv_dtype == "fp8" else 2) / settings.tp
     median = statistics.median(run["tok_s"] for run in runs)
     result = {
         "benchmark": "offline",
@@ -237,6 +240,7 @@ def main() -> None:
         "dtype": runner.dtype,
         "kv_dtype": runner.dtype if settings.kv_dtype == "auto" else settings.kv_dtype,
         "gpu": gpu_name(runner.device),
+        "tp": settings.tp,
         "tok_s": median,
         "floor_tok_s": round(TOKENS_OUT / floor),
         "share_of_floor": round(median * floor / TOKENS_OUT, 3),
