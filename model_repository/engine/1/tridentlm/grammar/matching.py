@@ -137,6 +137,8 @@ class Grammars:
         matcher = LLMatcher(
             self._vocabulary, source(grammar, self._specials), log_level=0, limits=LIMITS
         )
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # the first takes a millisecond or two, and copies know it
         if matcher.is_error():
             raise refusal(matcher.get_error())
         return matcher
