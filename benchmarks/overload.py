@@ -37,6 +37,7 @@ from benchmarks.record import write
 from tests.factory import make_tiny_model
 
 PAGE, DEMAND, END, VOCAB = 16, 3.0, 1, 50_000
+ANSWERS = ("full", "early", "turn")
 POOLS, ADMISSIONS = (0.5, 0.75, 1.0, 3.0), ("optimistic", "reserve")
 STEP_S, TOKEN_S, CONTEXT_S = 3.8e-3, 23e-6, 34e-9
 
@@ -74,9 +75,13 @@ class TimedRunner:
 
 
 class Demand:
-    """Requests until `total` have ended; those unfinished may come to hold `tokens` tokens."""
+    """Requests until `total` have ended; those unfinished may come to hold `tokens` tokens.
 
-    def __init__(self, total: int, tokens: int, longest: int, early: bool, vocab: int) -> None:
+    Answers are `full`, of max_tokens, or end `early`, anywhere; or they `turn`: half of them end
+    after a twentieth, which makes admission bold, and then the others are full.
+    """
+
+    def __init__(self, total: int, tokens: int, longest: int, answers: str, vocab: int) -> None:
         rng = np.random.default_rng(0)
         shortest = longest // 10
         self._tokens = tokens
@@ -84,10 +89,14 @@ class Demand:
         self._waiting: list[Request] = []
         for number in range(total):
             prompt_len, most = rng.integers(shortest, longest, 2).tolist()
-            share = rng.uniform(0.05, 1.0) if early else 1.0
+            share = rng.uniform(0.05, 1.0)
+            if answers == "full":
+                share = 1.0
+            elif answers == "turn":
+                share = 0.05 if number < total // 2 else 1.0
             prompt = rng.integers(3, vocab, prompt_len).astype(np.int32)
             ends_at = prompt_len + max(1, int(most * share))
-            stops = frozenset({END}) if early else frozenset()
+            stops = frozenset({END}) if share < 1 else frozenset()
             self._waiting.append(Request(number, prompt, most, seed=ends_at, stop_token_ids=stops))
         self._waiting.reverse()
 
@@ -129,13 +138,12 @@ def drive(
 def simulated(capacity: int, total: int) -> list[dict[str, Any]]:
     """Both policies with pools of parts and multiples of `capacity` tokens, at the same demand."""
     rows = []
-    for early, share, admission in itertools.product((False, True), POOLS, ADMISSIONS):
+    for answers, share, admission in itertools.product(ANSWERS, POOLS, ADMISSIONS):
         pages = int(capacity * share) // PAGE
         limits = Limits(4096, pages, PAGE, 256, 4096, 8192, VOCAB)
         runner = TimedRunner(limits)
-        demand = Demand(total, int(DEMAND * capacity), 1024, early, VOCAB)
+        demand = Demand(total, int(DEMAND * capacity), 1024, answers, VOCAB)
         result = drive(runner, admission, demand, lambda runner=runner: runner.seconds)
-        answers = "early" if early else "full"
         rows.append({"answers": answers, "pool": share, "admission": admission, **result})
         print(json.dumps(rows[-1]), flush=True)
     return rows
@@ -150,7 +158,7 @@ def real(model: str, capacity: int, total: int) -> list[dict[str, Any]]:
         )
         settings = replace(settings, num_pages=int(capacity * share) // PAGE)
         runner, name = build_runner(settings)
-        demand = Demand(total, int(DEMAND * capacity), 128, False, runner.limits.vocab_size)
+        demand = Demand(total, int(DEMAND * capacity), 128, "full", runner.limits.vocab_size)
         result = drive(runner, admission, demand, time.process_time)
         rows.append({"model": name, "pool": share, "admission": admission, **result})
         print(json.dumps(rows[-1]), flush=True)
@@ -173,8 +181,7 @@ def main() -> None:
     rows = simulated(capacity=20 * 1124, total=300)
     result: dict[str, Any] = {"benchmark": "overload", "throughput": rows}
     result["ratios"] = {
-        answers: ratio([row for row in rows if row["answers"] == answers])
-        for answers in ("full", "early")
+        answers: ratio([row for row in rows if row["answers"] == answers]) for answers in ANSWERS
     }
     with tempfile.TemporaryDirectory() as folder:
         model = options.model or str(make_tiny_model("llama", Path(folder) / "llama-256x4", **WIDE))
