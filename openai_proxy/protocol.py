@@ -77,6 +77,8 @@ class Job:
         """An engine's error in this endpoint's words: a chat's prompt is its messages."""
         if self.chat and error.param == "prompt":
             error.param = "messages"
+        if error.param == "grammar":
+            error.param = "tools" if self.wanted is None else self.wanted.param
         error.param = self.renamed.get(error.param or "", error.param)
         return error
 

@@ -17,6 +17,9 @@ from tridentlm.engine import Engine, build_runner, load_grammars
 from tridentlm.errors import InvalidRequest
 from tridentlm.grammar.matching import Grammars
 from tridentlm.simulated import SimulatedRunner
+from tridentlm.text import Tokenizer
+
+from tests.text.families import FAMILIES
 
 GRAMMAR = {"type": "choice", "value": ["yes", "no"]}
 EOS = frozenset({0, 2})  # the tiny model's
@@ -130,6 +133,15 @@ def test_one_grammar_is_compiled_once_and_each_request_has_its_own_place(
     for i in range(2, 8):
         engine.add(make(engine, i, GRAMMAR, temperature=1.0, seed=i))
     assert run(engine) == dict.fromkeys(range(2, 8), FinishReason.STOP)
+
+
+def test_a_tokenizer_that_is_not_of_bytes_has_no_grammars(
+    parts: tuple[EngineSettings, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    settings, runner = parts
+    tokenizer = Tokenizer(FAMILIES["unigram"](), eos_token_ids=[1])
+    assert load_grammars(runner, settings, tokenizer) is None
+    assert "decoder" in caplog.text
 
 
 def test_an_engine_without_a_tokenizer_refuses() -> None:

@@ -98,6 +98,14 @@ def test_tools_are_refused_where_the_template_has_no_place_for_them(case: Case) 
     assert caught.value.param == "tools"
 
 
+def test_an_engine_without_a_model_refuses_a_form(case: Case) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        case.client.chat.completions.create(
+            model=case.model, messages=MESSAGES, response_format={"type": "json_object"}
+        )
+    assert (caught.value.param, caught.value.code) == ("response_format", "unsupported_parameter")
+
+
 def test_thoughts_that_the_template_opens_are_apart(case: Case) -> None:
     template = "{% for m in messages %}{{ m.content }}{% endfor %}<think>{# </think> #}"
     extra = {"chat_template": template, "ignore_eos": True}

@@ -43,13 +43,14 @@ Frames = list[bytes]
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The engine takes requests. Its first message, or else `Failed` is."""
+    """The engine takes requests (`grammars`: with one). Its first message, or else `Failed` is."""
 
     limits: Limits
     model: str
     device: str
     dtype: str
     load_seconds: float
+    grammars: bool = True
 
 
 @dataclass(frozen=True, slots=True)

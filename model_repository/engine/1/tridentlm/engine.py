@@ -123,6 +123,11 @@ class Engine:
         )
 
     @property
+    def holds_grammars(self) -> bool:
+        """Whether requests may have a grammar."""
+        return self._grammars is not None
+
+    @property
     def limits(self) -> Limits:
         return self.runner.limits
 

@@ -78,6 +78,7 @@ class Worker:
                 device=runner.device,
                 dtype=runner.dtype,
                 load_seconds=time.monotonic() - started,
+                grammars=engine.holds_grammars,
             )
         )
         try:

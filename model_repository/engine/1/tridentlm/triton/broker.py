@@ -192,6 +192,8 @@ class Broker:
         if not isinstance(sampling, dict):
             raise InvalidRequest("sampling must be a JSON object.", param="sampling")
         params = SamplingParams.from_mapping(sampling)
+        if params.grammar is not None:
+            self._process.check_grammar()
         check_priority(self._settings.policy, params.priority)
         limits = self._process.limits
         request = Request.build(

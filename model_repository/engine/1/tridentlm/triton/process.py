@@ -19,7 +19,7 @@ from tridentlm.channel import Failed, Ready, Step, WorkerClient
 from tridentlm.config import EngineSettings
 from tridentlm.core.plan import EngineStats
 from tridentlm.core.request import Limits, Request
-from tridentlm.errors import EngineDown, TridentError
+from tridentlm.errors import EngineDown, InvalidRequest, TridentError
 from tridentlm.hub import python_executable
 
 FIRST_BACKOFF, LAST_BACKOFF = 0.5, 30.0
@@ -50,6 +50,15 @@ class EngineProcess:
         if self._ready is None:
             raise EngineDown("The engine is starting again; try in a moment.")
         return self._ready.limits
+
+    def check_grammar(self) -> None:
+        """Raises InvalidRequest when the engine cannot hold answers to a grammar."""
+        if self._ready is not None and not self._ready.grammars:
+            raise InvalidRequest(
+                "This engine cannot hold answers to a form or a tool call's schema.",
+                param="grammar",
+                code="unsupported_parameter",
+            )
 
     def start(self) -> None:
         """Starts the process and waits until it has loaded. Raises what it failed with."""
