@@ -109,8 +109,12 @@ def test_weights_are_converted_to_the_dtype_asked_for(
             lambda t: t.update({"model.norm.weight": torch.ones(64).to(torch.float8_e4m3fn)}),
             r"norm.weight.*0\.safetensors.*no quantization_config",
         ),
+        (
+            lambda t: t.update({"model.layers.1.mlp.up_proj.bias": torch.ones(96)}),
+            r"1 tensors in its layers .*first 'model.layers.1.mlp.up_proj.bias'",
+        ),
     ],
-    ids=["missing", "misshapen", "integers", "unscaled-fp8"],
+    ids=["missing", "misshapen", "integers", "unscaled-fp8", "undeclared-bias"],
 )
 def test_a_wrong_tensor_is_named(
     tiny: Reference,
@@ -137,12 +141,12 @@ def test_a_tensor_that_nothing_needs_is_warned_of(
         )
         assert not caplog.messages
         for layer in range(inventory.SHOWN + 1):
-            tensors[f"model.layers.{layer}.odd.weight"] = torch.ones(3)
+            tensors[f"model.layers.{90 + layer}.odd.weight"] = torch.ones(3)
         read(write(tmp_path / "loud", tiny.folder, tensors))
     (message,) = caplog.messages
     assert "4 tensors" in message
     assert str(tmp_path / "loud") in message
-    assert "model.layers.0.odd.weight" in message
+    assert "model.layers.90.odd.weight" in message
 
 
 def test_the_language_model_is_found_in_a_larger_one(

@@ -15,6 +15,7 @@ SHOWN = 3
 """Unused tensors that a warning names."""
 
 _WRAPPED = re.compile(r"(?:model\.language_model|language_model\.model|language_model)\.(.+)")
+_IN_LAYER = re.compile(r"\blayers\.(\d+)\..*\.(?:weight|bias)$")
 _REDUNDANT = re.compile(r"lm_head\.weight|.*rotary_emb\.inv_freq")
 """Tied checkpoints may hold the head a second time; old ones keep the rotary frequencies."""
 
@@ -34,7 +35,8 @@ def find_all(config: ModelConfig, checkpoint: Checkpoint) -> dict[str, list[Piec
     """The pieces of every weight of `weights.layout`.
 
     Raises InvalidRequest naming file and tensor for one that is missing, misshapen or of a dtype
-    that can't be read. Tensors that nothing needs are warned of.
+    that can't be read, and for a weight or bias in a layer that the configuration does not have.
+    Other tensors that nothing needs are warned of.
     """
     finder = _Finder(config, checkpoint)
     pieces = {key: [finder.piece(part) for part in parts] for key, parts in layout(config).items()}
@@ -69,6 +71,14 @@ class _Finder:
                 param="model",
             )
         unused = [name for plain, name in self._unused.items() if self._is_surplus(plain)]
+        strange = [name for name in unused if self._changes_output(name)]
+        if strange:
+            raise InvalidRequest(
+                f"{self._checkpoint.where} has {len(strange)} tensors in its layers that the "
+                f"configuration does not account for, first {strange[0]!r}; without them the "
+                "model's answers would be wrong.",
+                param="model",
+            )
         if unused:
             logger.warning(
                 "%d tensors of %s are not used: %s%s",
@@ -123,6 +133,11 @@ class _Finder:
                 f"configuration makes it {expected}.",
                 param="model",
             )
+
+    def _changes_output(self, name: str) -> bool:
+        """Whether it is a weight or a bias of a layer that is computed."""
+        layer = _IN_LAYER.search(name)
+        return layer is not None and int(layer[1]) < self._config.num_layers
 
     def _is_surplus(self, name: str) -> bool:
         # A model that wraps a language model has others beside it.
