@@ -55,7 +55,7 @@ def test_a_curl_line_is_answered(example: str, service: Service) -> None:
 @pytest.mark.parametrize("example", PYTHON)
 def test_a_python_example_prints_an_answer(example: str, service: Service) -> None:
     command = [sys.executable, "-c", here(example, service)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.strip()) > 5
 
