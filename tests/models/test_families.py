@@ -22,6 +22,7 @@ from tridentlm.runner import ModelRunner
 from tests.factory import CLASSES, make_tiny_model
 from tests.models.conftest import Engine, Reference, load, reference
 from tests.models.plans import Chunk
+from tests.models.test_config import LLAMA
 from tests.models.test_decoder import close, tokens
 
 ORIGINAL = 32
@@ -199,17 +200,6 @@ def test_the_language_model_of_a_wrapper_is_served(
     with torch.inference_mode():
         expected = wrapper(torch.tensor([prompt])).logits[0, -1]
     close(Engine(decoder).logits(Chunk(0, prompt))[0], expected)
-
-
-LLAMA: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 100,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 128,
-}
 
 
 def named(architecture: str, **fields: Any) -> dict[str, Any]:

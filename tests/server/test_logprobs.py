@@ -11,15 +11,10 @@ import numpy.typing as npt
 import openai
 import pytest
 import torch
-from tridentlm.config import EngineSettings
-from tridentlm.hub import ModelFiles, default_model, resolve_model
 from tridentlm.protocol import TokenLogprob
-from tridentlm.text import Tokenizer
 from tridentlm_client import Client
 
-from tests.factory import make_tiny_model
-from tests.server.reference import Reference
-from tests.server.service import Service
+from tests.server.modelcase import ModelCase, serving
 from tests.server.test_plain_clients import stream, tensor, text
 
 pytestmark = pytest.mark.server
@@ -29,14 +24,7 @@ ON_TINY = pytest.mark.parametrize("case", ["llama"], indirect=True)  # the model
 MESSAGES: list[Any] = [{"role": "user", "content": "Name three rivers."}]
 
 
-class Case:
-    def __init__(self, service: Service, files: ModelFiles) -> None:
-        self.service = service
-        self.tokenizer = Tokenizer.load(files)
-        self.reference = Reference(files.path)
-        self.client = openai.OpenAI(base_url=f"{service.url}/v1", api_key="none", max_retries=0)
-        self.name = self.client.models.list().data[0].id
-
+class Case(ModelCase):
     @torch.inference_mode()
     def logprobs(self, ids: list[int]) -> npt.NDArray[np.float32]:
         """Row i: transformers' of what follows token i."""
@@ -60,13 +48,7 @@ def case(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Case]:
     folder = tmp_path_factory.mktemp(request.param)
-    if request.param == "smollm2":
-        path = default_model()
-    else:
-        path = make_tiny_model(request.param, folder / "model")
-    files = resolve_model(EngineSettings(model=str(path)))
-    flags = ["--model", str(path), "--max-step-tokens", "64", "--kv-memory-gb", "1"]
-    with Service(folder, *flags) as service:
+    with serving(request.param, folder, 64) as (service, files):
         made = Case(service, files)
         with made.client:
             yield made

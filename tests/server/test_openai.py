@@ -8,28 +8,16 @@ from typing import Any
 
 import openai
 import pytest
-from tridentlm.config import EngineSettings
-from tridentlm.hub import ModelFiles, default_model, resolve_model
-from tridentlm.text import Tokenizer
 
-from tests.factory import make_tiny_model
-from tests.server.reference import Reference
-from tests.server.service import Service
+from tests.server.modelcase import ModelCase, serving
 
 pytestmark = pytest.mark.server
 PAGE = 16
 BUDGET = 64  # tokens a step: prompts longer than that are computed in chunks
 
 
-class Case:
+class Case(ModelCase):
     """A service, the tokenizer of its model, and the same weights in transformers."""
-
-    def __init__(self, service: Service, files: ModelFiles) -> None:
-        self.service = service
-        self.tokenizer = Tokenizer.load(files)
-        self.reference = Reference(files.path)
-        self.client = openai.OpenAI(base_url=f"{service.url}/v1", api_key="none", max_retries=0)
-        self.name = self.client.models.list().data[0].id
 
     def asynchronous(self) -> openai.AsyncOpenAI:
         url = f"{self.service.url}/v1"
@@ -45,13 +33,7 @@ def case(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Case]:
     folder = tmp_path_factory.mktemp(request.param)
-    if request.param == "smollm2":
-        path = default_model()
-    else:
-        path = make_tiny_model(request.param, folder / "model")
-    files = resolve_model(EngineSettings(model=str(path)))
-    flags = ["--model", str(path), "--max-step-tokens", str(BUDGET), "--kv-memory-gb", "1"]
-    with Service(folder, *flags) as service:
+    with serving(request.param, folder, BUDGET) as (service, files):
         made = Case(service, files)
         with made.client:
             yield made
