@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from tridentlm.config import EngineSettings
 from tridentlm.core.request import Request
 from tridentlm.engine import Engine
+from tridentlm.errors import InvalidRequest
 from tridentlm.simulated import END_TOKEN, FIRST_TOKEN, SimulatedRunner
 
 from tests.engine.test_engine import run
@@ -73,3 +76,10 @@ def test_steps_keep_an_ideal_cadence(steps_in_flight: int, monkeypatch: pytest.M
             ends.append(clock.now)
             clock.sleep(0.001)
     assert np.diff(ends) == pytest.approx([0.005] * 40)
+
+
+@pytest.mark.parametrize(("name", "value"), [("tp", 2), ("quantize", "fp8"), ("kv_dtype", "fp8")])
+def test_what_only_a_model_has_is_refused(name: str, value: Any) -> None:
+    with pytest.raises(InvalidRequest, match=name) as caught:
+        EngineSettings(runner="simulated", **{name: value})
+    assert caught.value.param == name

@@ -89,10 +89,11 @@ class EngineSettings:
         for name in ("session_share", "user_share"):
             if not 0 < getattr(self, name) <= 1:
                 raise InvalidRequest(f"{name} must be in (0, 1].", param=name)
-        if self.tp < 1 or (self.tp > 1 and self.runner == "simulated"):
-            raise InvalidRequest(
-                "tp must be at least 1, and is 1 for the simulated runner.", param="tp"
-            )
+        if self.tp < 1:
+            raise InvalidRequest("tp must be at least 1.", param="tp")
+        for name in ("tp", "quantize", "kv_dtype"):
+            if self.runner == "simulated" and getattr(self, name) not in (1, "none", "auto"):
+                raise InvalidRequest(f"The simulated runner has no {name}.", param=name)
         if self.max_running < 1:
             raise InvalidRequest("max_running must be at least 1.", param="max_running")
 
