@@ -10,6 +10,7 @@ import logging
 import os
 import re
 import time
+from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -72,8 +73,10 @@ class FailureRecorder:
         log.warning("a failing request is recorded in %s", path)
 
     def _make_room(self, size: int) -> None:
-        files = sorted(self._folder.glob("*.json"))
-        sizes = {file: file.stat().st_size for file in files if file.exists()}
+        sizes: dict[Path, int] = {}
+        for file in sorted(self._folder.glob("*.json")):
+            with suppress(FileNotFoundError):  # another worker took it away
+                sizes[file] = file.stat().st_size
         total = size + sum(sizes.values())
         while sizes and (len(sizes) >= MAX_FILES or total > MAX_BYTES):
             oldest = next(iter(sizes))
