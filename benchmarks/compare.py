@@ -21,11 +21,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from tridentlm.engine import Engine, build_runner
-from tridentlm.hub import resolve_model
 
 from benchmarks.offline import Clock, Job, engine_parser, engine_settings, gpu_name, run
 from benchmarks.record import write
+from tridentlm.engine import Engine, build_runner
+from tridentlm.hub import resolve_model
 
 Rates = list[float]
 TEMPERATURE = 0.6

@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tridentlm.config import EngineSettings
-from tridentlm.hub import resolve_model
-from tridentlm.text import Tokenizer
-from tridentlm_client.load import run_load
 
 from benchmarks.record import write
 from tests.server.reference import Reference
 from tests.server.service import Service
+from tridentlm.config import EngineSettings
+from tridentlm.hub import resolve_model
+from tridentlm.text import Tokenizer
+from tridentlm_client.load import run_load
 
 REQUESTS, TOKENS = 8, 64
 

@@ -13,11 +13,11 @@ import statistics
 import time
 
 import numpy as np
-from tridentlm.core.request import Request
-from tridentlm.engine import Engine, build_runner
 
 from benchmarks.offline import engine_parser, engine_settings, gpu_name
 from benchmarks.record import write
+from tridentlm.core.request import Request
+from tridentlm.engine import Engine, build_runner
 
 CONTEXT, TOKENS = 512, 256
 

@@ -22,13 +22,13 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+
+from benchmarks.record import write
 from tridentlm.models import loading
 from tridentlm.models.checkpoint import INDEX, SafetensorsFolder
 from tridentlm.models.config import ModelConfig
 from tridentlm.models.shard import Shard
 from tridentlm.models.weights import layout
-
-from benchmarks.record import write
 
 SHARD_BYTES = 2 * 10**9
 BLOCK_BYTES = 16 * 2**20

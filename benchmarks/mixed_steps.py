@@ -16,12 +16,12 @@ import time
 from typing import Any
 
 import numpy as np
+
+from benchmarks.record import write
 from tridentlm.config import EngineSettings
 from tridentlm.core.request import Request
 from tridentlm.core.runner import Runner
 from tridentlm.engine import Engine, build_runner
-
-from benchmarks.record import write
 
 STREAMS, ANSWER, PROMPTS, PROMPT = 4, 60, 2, 1000
 BUDGET = 512

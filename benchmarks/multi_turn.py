@@ -23,12 +23,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tridentlm.config import EngineSettings
-from tridentlm.core.request import Request
-from tridentlm.engine import Engine, build_runner
 
 from benchmarks.record import write
 from tests.factory import make_tiny_model
+from tridentlm.config import EngineSettings
+from tridentlm.core.request import Request
+from tridentlm.engine import Engine, build_runner
 
 SYSTEM, ASKED, ANSWERED = 1000, 100, 100
 WIDE = {

@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from benchmarks.record import write
 from tridentlm.config import PREFIX, EngineSettings, resolve_settings
 from tridentlm.core.extras import Logprobs
 from tridentlm.core.plan import I32, StepPlan
@@ -29,8 +31,6 @@ from tridentlm.core.runner import PendingStep, Runner
 from tridentlm.engine import Engine, build_runner
 from tridentlm.hub import resolve_model
 from tridentlm.models.config import ModelConfig
-
-from benchmarks.record import write
 
 LARGEST_ID = 10_000
 TOKENS_IN, TOKENS_OUT = 142_827, 133_966

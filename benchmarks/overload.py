@@ -25,16 +25,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from benchmarks.multi_turn import WIDE
+from benchmarks.record import write
+from tests.factory import make_tiny_model
 from tridentlm.config import EngineSettings
 from tridentlm.core.plan import I32, StepPlan
 from tridentlm.core.request import Limits, Request
 from tridentlm.core.runner import Runner
 from tridentlm.engine import Engine, build_runner
 from tridentlm.simulated import next_tokens
-
-from benchmarks.multi_turn import WIDE
-from benchmarks.record import write
-from tests.factory import make_tiny_model
 
 PAGE, DEMAND, END, VOCAB = 16, 3.0, 1, 50_000
 ANSWERS = ("full", "early", "turn")

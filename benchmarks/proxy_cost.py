@@ -20,11 +20,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from tridentlm_client.load import load_with
-
 from benchmarks.record import write
 from benchmarks.transport import cpu_seconds, simulated
 from tests.server.service import Service
+from tridentlm_client.load import load_with
 
 STREAMS, TOKENS = 256, 200
 FAST_TOKENS, PROFILE_TOKENS, PROFILE_SECONDS = 1000, 2400, 9

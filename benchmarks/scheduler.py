@@ -15,12 +15,12 @@ import time
 from typing import Any
 
 import numpy as np
+
+from benchmarks.record import write
 from tridentlm.core.policy import POLICIES
 from tridentlm.core.radix import RadixCache
 from tridentlm.core.request import Limits, Request
 from tridentlm.core.scheduler import Scheduler
-
-from benchmarks.record import write
 
 VOCAB, PAGE = 50_000, 16
 STEPS, WARM = 300, 20

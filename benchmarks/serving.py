@@ -26,14 +26,14 @@ from typing import Any
 import numpy as np
 import tritonclient.grpc as grpc
 import tritonclient.grpc.aio as triton
-from tridentlm.errors import TridentError
-from tridentlm.models.config import ModelConfig
-from tridentlm_client import Session, Stream, Submission
-from tridentlm_client.load import load_with
 
 from benchmarks.offline import Job, gpu_name
 from benchmarks.record import write
 from tests.server.service import Service
+from tridentlm.errors import TridentError
+from tridentlm.models.config import ModelConfig
+from tridentlm_client import Session, Stream, Submission
+from tridentlm_client.load import load_with
 
 LEAST_SHARE = {"session": 0.96, "grpc": 0.90, "proxy": 0.90}
 

@@ -17,12 +17,12 @@ from typing import Any
 
 import httpx
 import psutil
-from tridentlm_client.load import run_load
 
 from benchmarks.record import write
 from benchmarks.transport import simulated
 from tests.server.service import Service
 from tests.server.slow import SlowReader
+from tridentlm_client.load import run_load
 
 FAST = 127
 STEP_MS = 5.0

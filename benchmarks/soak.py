@@ -22,12 +22,12 @@ from typing import Any
 import grpc
 import httpx
 import orjson
-from tridentlm_client import Session, Submission
-from tridentlm_client.wire import infer_request, read_string
 from tritonclient.grpc import service_pb2_grpc
 
 from tests.server.service import Service, wait_until
 from tests.server.test_disconnects import Leavers
+from tridentlm_client import Session, Submission
+from tridentlm_client.wire import infer_request, read_string
 
 LEAVE_SHARE = 0.3
 

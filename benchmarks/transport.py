@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from tridentlm_client.load import run_load
 
 from benchmarks.record import write
 from tests.server.service import Service
+from tridentlm_client.load import run_load
 
 TOKENS = 200
 STEP_MS = 5.0

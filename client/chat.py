@@ -13,6 +13,7 @@ from typing import Any
 
 from prompt_toolkit import PromptSession
 from rich.console import Console
+
 from tridentlm.errors import TridentError
 from tridentlm_client.session import Session
 from tridentlm_client.stream import Stream, Submission

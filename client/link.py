@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import orjson
+
 from tridentlm.errors import EngineDown, InternalError, TridentError
 from tridentlm.protocol import ACK_FRAMES, ACK_SECONDS, STALE_SECONDS, VERSION, Op
 from tridentlm_client import wire

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Coroutine
 from typing import Any
 
 import grpc
+
 from tridentlm.errors import EngineDown
 from tridentlm.protocol import ROLL_BYTES, ROLL_FRAMES
 

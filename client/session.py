@@ -10,13 +10,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import orjson
+from tritonclient.grpc import service_pb2_grpc
+
 from tridentlm.errors import EngineDown, TridentError
 from tridentlm.protocol import Op
 from tridentlm_client import wire
 from tridentlm_client.link import Link
 from tridentlm_client.stream import Stream, Submission
 from tridentlm_client.wire import TlsOptions
-from tritonclient.grpc import service_pb2_grpc
 
 MIN_BACKOFF_SECONDS = 0.1
 MAX_BACKOFF_SECONDS = 2.0

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import orjson
+
 from tridentlm.errors import TridentError, from_payload
 from tridentlm.protocol import TokenLogprob
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import orjson
+
 from tridentlm.errors import InternalError, InvalidRequest, TridentError, from_payload
 from tridentlm_client import wire
 from tridentlm_client.commands import Commands

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-from tridentlm.errors import EngineDown, InternalError, TridentError, from_payload
 from tritonclient.grpc import service_pb2
+
+from tridentlm.errors import EngineDown, InternalError, TridentError, from_payload
 
 CHANNEL_OPTIONS = [
     ("grpc.max_receive_message_length", -1),

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import orjson
-from tridentlm.errors import TridentError
-from tridentlm_client import Delta, Stream
 
 from openai_proxy.chunks import DONE, Choice, Envelope, ParsedChoice, finish_reason_of
 from openai_proxy.errors import error_body
 from openai_proxy.logprobs import block_of, extras_of, prompt_logprobs_of
 from openai_proxy.output import message_of
 from openai_proxy.protocol import Job
+from tridentlm.errors import TridentError
+from tridentlm_client import Delta, Stream
 
 
 class ChoiceLike(Protocol):

@@ -14,8 +14,6 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.errors import ServerErrorMiddleware
 from starlette.routing import Route
 from starlette.types import ASGIApp
-from tridentlm import __version__
-from tridentlm.startup import settle
 
 from openai_proxy.catalogue import open_catalogue
 from openai_proxy.errors import on_http_exception
@@ -36,6 +34,8 @@ from openai_proxy.sessions import open_session
 from openai_proxy.settings import ProxySettings
 from openai_proxy.textservice import TextService
 from openai_proxy.tokenize import TokenizeEndpoint
+from tridentlm import __version__
+from tridentlm.startup import settle
 
 CHAT_PATH = "/v1/chat/completions"
 COMPLETIONS_PATH = "/v1/completions"

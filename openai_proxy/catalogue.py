@@ -11,11 +11,11 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 import grpc
-from tridentlm_client import wire
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from openai_proxy.sessions import tls_options
 from openai_proxy.settings import EngineNames, ProxySettings
+from tridentlm_client import wire
 
 ASK_SECONDS = 5.0
 ROLE = "tridentlm_role"

@@ -10,9 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tridentlm.errors import InvalidRequest
-
 from openai_proxy import parameters
+from tridentlm.errors import InvalidRequest
 
 FIELDS = frozenset(
     {

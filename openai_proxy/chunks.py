@@ -10,13 +10,13 @@ import time
 from typing import Any
 
 import orjson
-from tridentlm import __version__
-from tridentlm_client import Delta, Stream
 
 from openai_proxy.logprobs import NULL, extras_of, json_of
 from openai_proxy.output import OutputParser, delta_of
 from openai_proxy.protocol import Job
 from openai_proxy.tools import Piece
+from tridentlm import __version__
+from tridentlm_client import Delta, Stream
 
 FINGERPRINT = f"tridentlm-{__version__}"
 DONE = b"data: [DONE]\n\n"

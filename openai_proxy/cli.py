@@ -9,9 +9,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from tridentlm import __version__
-from tridentlm.config import PREFIX, EngineSettings, resolve_settings
-from tridentlm.errors import InvalidRequest, TridentError
 
 from openai_proxy.options import (
     ALONE_HELP,
@@ -24,6 +21,9 @@ from openai_proxy.options import (
     with_flags,
 )
 from openai_proxy.settings import ProxySettings
+from tridentlm import __version__
+from tridentlm.config import PREFIX, EngineSettings, resolve_settings
+from tridentlm.errors import InvalidRequest, TridentError
 
 app = typer.Typer(
     name="tridentlm",
@@ -61,11 +61,10 @@ def serve(
     **flags: Any,
 ) -> None:
     """Serve a model, or several: Triton and the OpenAI API, until SIGTERM or Ctrl-C."""
-    from tridentlm.hub import resolve_model
-
     from openai_proxy.launcher import Launcher
     from openai_proxy.launchplan import ServeOptions, check_several
     from openai_proxy.repository import engine_configs, ensembles, ready_repository
+    from tridentlm.hub import resolve_model
 
     engine = chosen(EngineSettings, flags)
     models = model_choices(engine)
@@ -123,9 +122,8 @@ def chat(
     **flags: Any,
 ) -> None:
     """Chat in the terminal, straight to Triton (default: that of `tridentlm serve`)."""
-    from tridentlm_client.chat import run_chat
-
     from openai_proxy.sessions import tls_options
+    from tridentlm_client.chat import run_chat
 
     environ = {PREFIX + "TRITON": "127.0.0.1:8101", **os.environ}
     settings = ProxySettings.from_environment(environ, **chosen(ProxySettings, flags))

@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import Literal
 
 import psutil
-from tridentlm.errors import TridentError
-from tridentlm.hub import DEFAULT_FILE, cache_dir
 
 from openai_proxy.launchplan import port_is_free
 from openai_proxy.tritonserver import (
@@ -25,6 +23,8 @@ from openai_proxy.tritonserver import (
     numpy_problem,
     stub_problem,
 )
+from tridentlm.errors import TridentError
+from tridentlm.hub import DEFAULT_FILE, cache_dir
 
 GIB = 1 << 30
 PORTS = (8000, 8100, 8101, 8102)

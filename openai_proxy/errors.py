@@ -8,6 +8,7 @@ from typing import NoReturn
 import orjson
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
+
 from tridentlm.errors import InvalidRequest, TridentError
 
 

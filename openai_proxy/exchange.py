@@ -10,9 +10,9 @@ from typing import Any
 
 import orjson
 from starlette.types import Message, Receive, Scope, Send
-from tridentlm.errors import InvalidRequest, TridentError
 
 from openai_proxy.errors import ClientGone, HttpError, error_body, error_headers
+from tridentlm.errors import InvalidRequest, TridentError
 
 _TRACEPARENT = re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 _SANE_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")

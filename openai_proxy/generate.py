@@ -15,8 +15,6 @@ from functools import partial
 from typing import Any, Protocol
 
 from starlette.types import Receive, Scope, Send
-from tridentlm.errors import EngineDown, TridentError
-from tridentlm_client import Stream
 
 from openai_proxy.answers import Answer, AnswerLike
 from openai_proxy.errors import SHUTDOWN, ClientGone
@@ -27,6 +25,8 @@ from openai_proxy.protocol import Job
 from openai_proxy.sessions import SessionLike
 from openai_proxy.settings import ProxySettings
 from openai_proxy.sse import EventStream
+from tridentlm.errors import EngineDown, TridentError
+from tridentlm_client import Stream
 
 Parser = Callable[[Mapping[str, Any], str, ProxySettings], Job]
 

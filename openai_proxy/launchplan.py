@@ -8,10 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
+from openai_proxy.settings import ProxySettings
 from tridentlm.config import EngineSettings
 from tridentlm.errors import InvalidRequest, TridentError
-
-from openai_proxy.settings import ProxySettings
 
 DRAIN_SLACK = 6.0  # what Triton needs beyond the requests: it looks once a second
 NVIDIA_DEVICE = Path("/dev/nvidiactl")

@@ -14,11 +14,11 @@ from functools import lru_cache
 from typing import Any
 
 import orjson
+
+from openai_proxy import parameters
 from tridentlm.core.params import MAX_LOGPROBS
 from tridentlm.errors import InvalidRequest
 from tridentlm_client import Candidate, Delta, TokenLogprob
-
-from openai_proxy import parameters
 
 CHAT_FIELDS = frozenset({"logprobs", "top_logprobs", "prompt_logprobs"})
 COMPLETION_FIELDS = frozenset({"logprobs", "prompt_logprobs", "echo"})

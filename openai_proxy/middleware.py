@@ -7,13 +7,13 @@ import hmac
 import logging
 
 from starlette.types import ASGIApp, Receive, Scope, Send
-from tridentlm.errors import EngineDown, InternalError, TridentError
 
 from openai_proxy.errors import SHUTDOWN, ClientGone, HttpError
 from openai_proxy.exchange import Exchange
 from openai_proxy.logs import log_access
 from openai_proxy.metrics import ProxyMetrics
 from openai_proxy.recorder import FailureRecorder
+from tridentlm.errors import EngineDown, InternalError, TridentError
 
 log = logging.getLogger("openai_proxy")
 

@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import grpc
-from tridentlm.errors import EngineDown, InvalidRequest, ModelNotFound, TridentError
 
 from openai_proxy.catalogue import CatalogueLike
 from openai_proxy.sessions import NO_CONNECTION, SessionLike, unready_reason
 from openai_proxy.settings import EngineNames, ProxySettings
 from openai_proxy.templates import Templates
 from openai_proxy.textservice import TextLike
+from tridentlm.errors import EngineDown, InvalidRequest, ModelNotFound, TridentError
 
 log = logging.getLogger("openai_proxy")
 

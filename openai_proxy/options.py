@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from tridentlm.errors import InvalidRequest
 
 from openai_proxy.repository import ModelChoice
+from tridentlm.errors import InvalidRequest
 
 KINDS: dict[str, type] = {"int": int, "float": float, "bool": bool, "str": str}
 MODEL_FLAGS = tuple(spec.name for spec in fields(ModelChoice))

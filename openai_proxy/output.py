@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tridentlm_client import Delta
-
 from openai_proxy.reasoning import ReasoningParser
 from openai_proxy.tools import TOOL_PARSERS, Piece, ToolParser, joined
+from tridentlm_client import Delta
 
 
 class OutputParser:

@@ -13,10 +13,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
+from openai_proxy import structured
 from tridentlm.core.request import SamplingParams
 from tridentlm.errors import InvalidRequest
-
-from openai_proxy import structured
 
 log = logging.getLogger("openai_proxy")
 

@@ -10,6 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from openai_proxy import chat, logprobs, parameters
+from openai_proxy.chat import ToolRequest
+from openai_proxy.output import OutputFormat
+from openai_proxy.settings import ProxySettings
+from openai_proxy.structured import Wanted, wanted_of
 from tridentlm.errors import (
     EngineDown,
     InvalidRequest,
@@ -18,12 +23,6 @@ from tridentlm.errors import (
 )
 from tridentlm.text.messages import check_messages
 from tridentlm_client import End, Submission
-
-from openai_proxy import chat, logprobs, parameters
-from openai_proxy.chat import ToolRequest
-from openai_proxy.output import OutputFormat
-from openai_proxy.settings import ProxySettings
-from openai_proxy.structured import Wanted, wanted_of
 
 CHAT_FIELDS = (
     parameters.SERVED | chat.FIELDS | logprobs.CHAT_FIELDS | {"messages", "max_completion_tokens"}

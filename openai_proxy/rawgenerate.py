@@ -12,8 +12,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import orjson
-from tridentlm.errors import InvalidRequest, TridentError
-from tridentlm_client import Delta, Stream, Submission
 
 from openai_proxy import parameters, structured
 from openai_proxy.answers import usage_of
@@ -23,6 +21,8 @@ from openai_proxy.generate import GenerateEndpoint, ProxyState
 from openai_proxy.protocol import Job
 from openai_proxy.settings import ProxySettings
 from openai_proxy.structured import wanted_of
+from tridentlm.errors import InvalidRequest, TridentError
+from tridentlm_client import Delta, Stream, Submission
 
 FIELDS = parameters.SAMPLING | structured.FIELDS | {"model", "text_input", "prompt", "stream"}
 

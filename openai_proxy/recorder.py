@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import orjson
-from tridentlm import __version__
-from tridentlm.errors import InvalidRequest, Overloaded
 
 from openai_proxy.exchange import Exchange
 from openai_proxy.parameters import LABELS
+from tridentlm import __version__
+from tridentlm.errors import InvalidRequest, Overloaded
 
 log = logging.getLogger("openai_proxy")
 

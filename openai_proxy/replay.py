@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 import orjson
+
 from tridentlm.errors import InvalidRequest, TridentError
 
 ERROR_EVENTS = ('data: {"error":', "event: response.failed", "event: error")

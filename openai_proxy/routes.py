@@ -8,13 +8,13 @@ from typing import Any
 import httpx
 from fastapi import APIRouter, Request
 from fastapi.responses import PlainTextResponse, Response
-from tridentlm import __version__
-from tridentlm.errors import EngineDown, InvalidRequest
 
 from openai_proxy.metrics import ProxyMetrics, readiness_text
 from openai_proxy.models import Models, ServedModel
 from openai_proxy.sessions import NO_CONNECTION
 from openai_proxy.settings import ProxySettings
+from tridentlm import __version__
+from tridentlm.errors import EngineDown, InvalidRequest
 
 log = logging.getLogger("openai_proxy")
 router = APIRouter()

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from openai_proxy.settings import ProxySettings
 from tridentlm.errors import TridentError
 from tridentlm_client import Session, Stream, Submission, TlsOptions
-
-from openai_proxy.settings import ProxySettings
 
 
 class SessionLike(Protocol):

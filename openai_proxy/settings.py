@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import orjson
+
 from tridentlm.errors import InvalidRequest
 
 TOOL_FORMATS = ("", "none", "hermes", "llama3_json", "mistral")

@@ -21,11 +21,10 @@ from collections.abc import Awaitable, Generator
 from functools import partial
 from typing import Any
 
-from tridentlm.errors import InternalError
-
 from openai_proxy.answers import AnswerLike, ChoiceLike
 from openai_proxy.exchange import Exchange, Headers
 from openai_proxy.protocol import Job
+from tridentlm.errors import InternalError
 
 log = logging.getLogger("openai_proxy")
 

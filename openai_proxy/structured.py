@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import orjson
+
 from tridentlm import grammar
 from tridentlm.errors import InvalidRequest
 

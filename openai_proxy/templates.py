@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import orjson
-from tridentlm.errors import InvalidRequest
 
 from openai_proxy.output import OutputFormat
 from openai_proxy.protocol import Job
@@ -16,6 +15,7 @@ from openai_proxy.settings import ProxySettings, format_for
 from openai_proxy.structured import Wanted, check
 from openai_proxy.textservice import TextLike
 from openai_proxy.tools import TOOL_PARSERS, parser_for_template
+from tridentlm.errors import InvalidRequest
 
 MAX_KEPT = 256
 MAX_KEY_BYTES = 16384

@@ -8,12 +8,12 @@ from typing import Any, Protocol
 
 import grpc
 import orjson
-from tridentlm.errors import EngineDown, InternalError, InvalidRequest, RequestTimeout
-from tridentlm_client import wire
 from tritonclient.grpc import service_pb2_grpc
 
 from openai_proxy.sessions import tls_options
 from openai_proxy.settings import ProxySettings
+from tridentlm.errors import EngineDown, InternalError, InvalidRequest, RequestTimeout
+from tridentlm_client import wire
 
 ASK_SECONDS = 30.0
 

@@ -7,14 +7,14 @@ from typing import Any
 
 import orjson
 from starlette.types import Receive, Scope, Send
-from tridentlm.errors import InvalidRequest
-from tridentlm.text.messages import check_messages
 
 from openai_proxy import chat, parameters
 from openai_proxy.exchange import Exchange
 from openai_proxy.generate import ProxyState
 from openai_proxy.models import ServedModel
 from openai_proxy.settings import ProxySettings
+from tridentlm.errors import InvalidRequest
+from tridentlm.text.messages import check_messages
 
 TOKENIZE_FIELDS = chat.FIELDS | {
     "model",

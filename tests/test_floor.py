@@ -6,10 +6,10 @@ import math
 from pathlib import Path
 
 import pytest
-from tridentlm.models.config import ModelConfig
-from tridentlm.models.weights import layout
 
 from benchmarks.offline import Job, Sizes, floor_seconds
+from tridentlm.models.config import ModelConfig
+from tridentlm.models.weights import layout
 
 MODELS = sorted((Path(__file__).parents[1] / "benchmarks" / "models").glob("*/config.json"))
 

@@ -9,6 +9,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
 from tridentlm import hub
 from tridentlm.config import EngineSettings
 from tridentlm.errors import InvalidRequest, ModelNotFound

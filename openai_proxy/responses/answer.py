@@ -8,8 +8,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import orjson
-from tridentlm.errors import TridentError
-from tridentlm_client import Delta, Stream
 
 from openai_proxy.answers import usage_of
 from openai_proxy.output import OutputParser
@@ -17,6 +15,8 @@ from openai_proxy.protocol import Job
 from openai_proxy.responses.items import Event, ItemBuilder, turn_of
 from openai_proxy.responses.request import ResponseSpec
 from openai_proxy.responses.store import ResponseStore
+from tridentlm.errors import TridentError
+from tridentlm_client import Delta, Stream
 
 
 class ResponseChoice:

@@ -9,8 +9,6 @@ from typing import Any
 
 import orjson
 from fastapi import APIRouter, Request
-from tridentlm.errors import InternalError, InvalidRequest
-from tridentlm_client import Stream
 
 from openai_proxy.exchange import Exchange, Headers
 from openai_proxy.generate import GenerateEndpoint, ProxyState
@@ -19,6 +17,8 @@ from openai_proxy.responses.answer import ResponseAnswer
 from openai_proxy.responses.request import ResponseSpec, parse_response
 from openai_proxy.responses.store import ResponseStore
 from openai_proxy.settings import ProxySettings
+from tridentlm.errors import InternalError, InvalidRequest
+from tridentlm_client import Stream
 
 log = logging.getLogger("openai_proxy")
 router = APIRouter()

@@ -6,9 +6,8 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from tridentlm.errors import InvalidRequest
-
 from openai_proxy.tools import Piece
+from tridentlm.errors import InvalidRequest
 
 ROLES = ("user", "assistant", "system", "developer")
 TEXT_PARTS = ("input_text", "output_text", "text")

@@ -8,14 +8,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tridentlm.errors import InvalidRequest
-
 from openai_proxy import parameters
 from openai_proxy.parameters import only
 from openai_proxy.protocol import Job, parse_chat
 from openai_proxy.responses.items import messages_of
 from openai_proxy.responses.store import ResponseStore
 from openai_proxy.settings import ProxySettings
+from tridentlm.errors import InvalidRequest
 
 PASSED = (parameters.SAMPLING - {"max_tokens"}) | {
     "model",

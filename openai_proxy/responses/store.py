@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import orjson
-from tridentlm.errors import InvalidRequest
 
 from openai_proxy.errors import HttpError
 from openai_proxy.settings import ProxySettings
+from tridentlm.errors import InvalidRequest
 
 MAX_BYTES = 256 << 20
 

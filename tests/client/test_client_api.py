@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from fake_triton import STATUS, FakeTriton
+
 from tridentlm_client import AsyncClient, Client, EngineDown, InvalidRequest
 
 

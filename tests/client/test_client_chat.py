@@ -13,6 +13,7 @@ from typing import Any
 
 from fake_triton import FakeTriton
 from test_client_api import serving
+
 from tridentlm_client import ContextLengthExceeded
 
 SCRIPT = """

@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import pytest
 from fake_triton import STATUS, FakeTriton, end
+
 from tridentlm_client import (
     EngineDown,
     InvalidRequest,

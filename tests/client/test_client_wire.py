@@ -4,8 +4,9 @@ import json
 
 import pytest
 from fake_triton import unpack
-from tridentlm_client import EngineDown, InternalError, InvalidRequest, Overloaded, wire
 from tritonclient.grpc import service_pb2
+
+from tridentlm_client import EngineDown, InternalError, InvalidRequest, Overloaded, wire
 
 
 def test_strings_are_packed_as_triton_reads_them() -> None:

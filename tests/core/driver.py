@@ -6,14 +6,14 @@ from collections import deque
 from typing import Any
 
 import numpy as np
+
+from tests.core.fake_model import FakeRunner, answer
 from tridentlm.core.cache import PrefixCache
 from tridentlm.core.expect import ExpectedLength
 from tridentlm.core.plan import FROM_DEVICE, I64, StepOutput, StepPlan
 from tridentlm.core.policy import Policy, fcfs
 from tridentlm.core.request import FinishReason, Limits, Request
 from tridentlm.core.scheduler import Scheduler
-
-from tests.core.fake_model import FakeRunner, answer
 
 
 def make_limits(**values: int) -> Limits:

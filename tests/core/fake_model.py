@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+
 from tridentlm.core.plan import FROM_DEVICE, I32, StepPlan
 from tridentlm.core.request import FinishReason, Limits, Request
 

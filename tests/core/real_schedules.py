@@ -18,15 +18,15 @@ from pathlib import Path
 import numpy as np
 import torch
 import transformers
+
+from tests.core.driver import Reckless
+from tests.factory import make_tiny_model
 from tridentlm.config import EngineSettings
 from tridentlm.core.plan import StepPlan
 from tridentlm.core.policy import POLICIES
 from tridentlm.core.request import Limits, Request
 from tridentlm.core.runner import PendingStep, Runner
 from tridentlm.engine import Engine, build_runner
-
-from tests.core.driver import Reckless
-from tests.factory import make_tiny_model
 
 TIE = 1e-4
 MOST = Limits(128, 40, 8, 6, 100, 64, 1)  # vocab_size: the model's

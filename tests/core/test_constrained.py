@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from tests.core.driver import Driver, Reckless, make_limits, make_request
 from tridentlm.core.extras import RequestExtras
 from tridentlm.core.plan import StepPlan
 from tridentlm.core.radix import RadixCache
-
-from tests.core.driver import Driver, Reckless, make_limits, make_request
 
 CONSTRAINED = RequestExtras(grammar="some")
 

@@ -6,13 +6,13 @@ from collections import defaultdict
 
 import numpy as np
 import pytest
+
+from tests.core.driver import Driver, Reckless, make_limits, make_request
+from tests.core.fake_model import VOCAB, FakeRunner, FakeStep
 from tridentlm.core.extras import RequestExtras
 from tridentlm.core.plan import FROM_DEVICE, StepPlan
 from tridentlm.core.radix import RadixCache
 from tridentlm.core.request import Limits, Request, SamplingParams
-
-from tests.core.driver import Driver, Reckless, make_limits, make_request
-from tests.core.fake_model import VOCAB, FakeRunner, FakeStep
 
 
 class Countant(FakeRunner):

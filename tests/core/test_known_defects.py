@@ -18,14 +18,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+
+from tests.core.driver import Driver, make_limits, make_request
+from tests.core.fake_model import answer
 from tridentlm.core.plan import I64
 from tridentlm.core.radix import RadixCache
 from tridentlm.core.request import FinishReason, Request
 from tridentlm.core.scheduler import Scheduler
 from tridentlm.errors import InvalidRequest
-
-from tests.core.driver import Driver, make_limits, make_request
-from tests.core.fake_model import answer
 
 
 class NoHolding(Scheduler):

@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+
+from tests.core.driver import Driver, make_limits, make_request
 from tridentlm.core.params import SamplingParams
 from tridentlm.core.policy import POLICIES, check_priority
 from tridentlm.core.radix import RadixCache
 from tridentlm.core.request import Request
 from tridentlm.errors import InvalidRequest
-
-from tests.core.driver import Driver, make_limits, make_request
 
 
 def one_slot(policy: str, **limits: int) -> Driver:

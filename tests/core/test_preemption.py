@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from tridentlm.core.expect import ExpectedLength
-from tridentlm.core.radix import RadixCache
-from tridentlm.core.request import FinishReason
 
 from tests.core.driver import Driver, Reckless, make_limits, make_request
 from tests.core.fake_model import answer
+from tridentlm.core.expect import ExpectedLength
+from tridentlm.core.radix import RadixCache
+from tridentlm.core.request import FinishReason
 
 
 def tight(

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
 from tridentlm.core.cache import Match
 from tridentlm.core.plan import I32
 from tridentlm.core.radix import RadixCache

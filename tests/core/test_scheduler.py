@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+
+from tests.core.driver import Driver, make_limits, make_request
+from tests.core.fake_model import answer
 from tridentlm.core.plan import FROM_DEVICE, I32, I64
 from tridentlm.core.radix import RadixCache
 from tridentlm.core.request import FinishReason, Limits, Request
 from tridentlm.core.scheduler import Scheduler
 from tridentlm.errors import ContextLengthExceeded, InvalidRequest
-
-from tests.core.driver import Driver, make_limits, make_request
-from tests.core.fake_model import answer
 
 
 def first_tokens(request: Request, count: int) -> frozenset[int]:

@@ -16,14 +16,14 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+
+from tests.core.driver import Driver, Reckless
+from tests.core.fake_model import VOCAB
 from tridentlm.core.plan import I32
 from tridentlm.core.policy import POLICIES, Policy
 from tridentlm.core.radix import RadixCache
 from tridentlm.core.request import FinishReason, Limits, Request
 from tridentlm.errors import InvalidRequest
-
-from tests.core.driver import Driver, Reckless
-from tests.core.fake_model import VOCAB
 
 lengths = st.one_of(st.integers(1, 8), st.integers(1, 70))
 prompts = st.one_of(

@@ -18,13 +18,13 @@ from collections import Counter
 from collections.abc import Iterator
 
 import numpy as np
+
+from tests.core.driver import Driver, Reckless
+from tests.core.fake_model import VOCAB
 from tridentlm.core.extras import RequestExtras
 from tridentlm.core.policy import POLICIES
 from tridentlm.core.radix import RadixCache
 from tridentlm.core.request import FinishReason, Limits, Request
-
-from tests.core.driver import Driver, Reckless
-from tests.core.fake_model import VOCAB
 
 CONSTRAINED = RequestExtras(grammar="some")
 ENDS = (FinishReason.STOP, FinishReason.LENGTH)

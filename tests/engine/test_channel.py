@@ -6,6 +6,8 @@ import math
 
 import numpy as np
 import pytest
+
+from tests.core.driver import make_limits
 from tridentlm.channel import (
     Failed,
     Idle,
@@ -22,8 +24,6 @@ from tridentlm.core.extras import Logprobs, RequestExtras
 from tridentlm.core.plan import EngineStats, StepOutput
 from tridentlm.core.request import Request
 from tridentlm.errors import ContextLengthExceeded, ModelNotFound
-
-from tests.core.driver import make_limits
 
 STATS = EngineStats(1, 2, 3, 4, 5, 6, 7, 8, 9)
 

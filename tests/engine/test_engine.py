@@ -6,11 +6,11 @@ import time
 
 import numpy as np
 import pytest
-from tridentlm.core.request import FinishReason, Request
-from tridentlm.engine import Engine
 
 from tests.core.driver import make_limits, make_request
 from tests.core.fake_model import FakeRunner, answer
+from tridentlm.core.request import FinishReason, Request
+from tridentlm.engine import Engine
 
 Answers = dict[int, tuple[list[int], FinishReason]]
 

@@ -11,12 +11,12 @@ import numpy.typing as npt
 import pytest
 import torch
 import transformers
-from tridentlm import LLM, SamplingParams
-from tridentlm.llm import Completion
-from tridentlm.protocol import TokenLogprob
 
 from tests.core.driver import Reckless
 from tests.factory import make_tiny_model
+from tridentlm import LLM, SamplingParams
+from tridentlm.llm import Completion
+from tridentlm.protocol import TokenLogprob
 
 TOLERANCE = 1e-3
 IDS = [list(range(3 + i, 40 + 5 * i, 2)) for i in range(5)]

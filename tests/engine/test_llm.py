@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tridentlm import LLM, SamplingParams
-from tridentlm.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
 
 from tests.factory import make_tiny_model
+from tridentlm import LLM, SamplingParams
+from tridentlm.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
 PROMPTS = ["The quick brown fox", "Pages hold tokens", "ภาษาไทย 한국어 🙂", "a"]

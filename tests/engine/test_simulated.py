@@ -4,13 +4,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+
+from tests.engine.test_engine import run
 from tridentlm.config import EngineSettings
 from tridentlm.core.request import Request
 from tridentlm.engine import Engine
 from tridentlm.errors import InvalidRequest
 from tridentlm.simulated import END_TOKEN, FIRST_TOKEN, SimulatedRunner
-
-from tests.engine.test_engine import run
 
 
 def make_engine(step_ms: float = 0.0, steps_in_flight: int = 1, **values: int) -> Engine:

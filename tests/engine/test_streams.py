@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from tridentlm.core.request import FinishReason, SamplingParams
 from tridentlm.errors import EngineDown
 from tridentlm.streams import TextStream

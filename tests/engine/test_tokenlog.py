@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+
+from tests.engine.test_streams import Nowhere
 from tridentlm.core.extras import Logprobs
 from tridentlm.core.request import FinishReason, SamplingParams
 from tridentlm.protocol import Candidate, TokenLogprob
 from tridentlm.streams import TextStream
 from tridentlm.tokenlog import LEAST, TokenLog, tell
-
-from tests.engine.test_streams import Nowhere
 
 WORDS = {1: "ab", 2: "cd", 3: "<e", 4: "nd>", 5: "x", 9: "<eos>"}
 

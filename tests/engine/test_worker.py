@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-import tridentlm.worker
 import zmq
+
+import tridentlm.worker
 from tridentlm.channel import (
     FLUSH,
     HELLO,

@@ -7,16 +7,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+
+from tests.models.conftest import Reference
+from tests.models.plans import Chunk, PlanMaker
+from tests.models.test_sampling import plan as sampling_plan
 from tridentlm.config import EngineSettings
 from tridentlm.core.plan import FROM_DEVICE, StepPlan
 from tridentlm.core.request import Request
 from tridentlm.engine import Engine
 from tridentlm.runner import ModelRunner
 from tridentlm.sampling import sample, uniforms
-
-from tests.models.conftest import Reference
-from tests.models.plans import Chunk, PlanMaker
-from tests.models.test_sampling import plan as sampling_plan
 
 pytestmark = pytest.mark.gpu
 

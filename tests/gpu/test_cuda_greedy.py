@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+
+from tests.models.conftest import Reference
 from tridentlm.config import EngineSettings
 from tridentlm.core.request import Request
 from tridentlm.engine import Engine
 from tridentlm.runner import ModelRunner
-
-from tests.models.conftest import Reference
 
 pytestmark = pytest.mark.gpu
 

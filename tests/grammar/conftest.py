@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tridentlm import LLM
 
 from tests.factory import make_tiny_model
+from tridentlm import LLM
 
 
 @pytest.fixture(scope="session")

@@ -7,10 +7,10 @@ from typing import Any
 
 import jsonschema
 import pytest
-from tridentlm.errors import InvalidRequest
 
 from openai_proxy.tools import TOOL_PARSERS, joined
 from tests.grammar.walks import MARKS, accepts, matcher, walk
+from tridentlm.errors import InvalidRequest
 
 SCHEMAS: dict[str, Any] = {
     "get_weather": {

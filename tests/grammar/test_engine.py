@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 from llguidance import LLMatcher
+
+from tests.text.families import FAMILIES
 from tridentlm.config import EngineSettings
 from tridentlm.core.plan import StepOutput
 from tridentlm.core.request import FinishReason, Request, SamplingParams
@@ -18,8 +20,6 @@ from tridentlm.errors import InvalidRequest
 from tridentlm.grammar.matching import Grammars
 from tridentlm.simulated import SimulatedRunner
 from tridentlm.text import Tokenizer
-
-from tests.text.families import FAMILIES
 
 GRAMMAR = {"type": "choice", "value": ["yes", "no"]}
 EOS = frozenset({0, 2})  # the tiny model's

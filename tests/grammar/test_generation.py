@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tridentlm import LLM, SamplingParams
-from tridentlm.errors import InvalidRequest
 
 from tests.core.driver import Reckless
+from tridentlm import LLM, SamplingParams
+from tridentlm.errors import InvalidRequest
 
 PROMPT = "The quick brown fox"
 DIGITS = {"type": "regex", "value": "[0-9]{3,40}"}

@@ -18,11 +18,11 @@ from typing import Any
 import jsonschema
 import orjson
 import pytest
+
+from tests.grammar.schema_cases import REFUSED, SUPPORTED
 from tridentlm import LLM, SamplingParams, grammar
 from tridentlm.errors import InvalidRequest
 from tridentlm.llm import Completion
-
-from tests.grammar.schema_cases import REFUSED, SUPPORTED
 
 CASES = [
     pytest.param(schema, id=f"{group}-{i}")

@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
+
+from tests.grammar.walks import accepts
+from tests.text.families import FAMILIES
 from tridentlm.errors import InvalidRequest
 from tridentlm.grammar import check
 from tridentlm.grammar.spec import source
 from tridentlm.text import Tokenizer
-
-from tests.grammar.walks import accepts
-from tests.text.families import FAMILIES
 
 KINDS = ["json_object", "json_schema", "regex", "choice", "grammar", "tool_calls"]
 JSON = {"type": "json_object"}

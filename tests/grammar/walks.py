@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+
 from tridentlm.grammar.spec import LIMITS, source
 
 EOS = 256

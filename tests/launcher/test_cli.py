@@ -9,13 +9,13 @@ import time
 from pathlib import Path
 
 import pytest
-from tridentlm import __version__
-from tridentlm.config import EngineSettings
 from typer.testing import CliRunner
 
 from openai_proxy.cli import app
 from openai_proxy.options import ALONE_HELP, CONNECTION_HELP, ENGINE_HELP, PROXY_HELP
 from openai_proxy.settings import ProxySettings
+from tridentlm import __version__
+from tridentlm.config import EngineSettings
 
 
 def tridentlm(*args: str, **environ: str) -> subprocess.CompletedProcess[str]:

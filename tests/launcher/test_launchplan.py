@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tridentlm.config import EngineSettings
-from tridentlm.errors import InvalidRequest
 
 from openai_proxy import launchplan
 from openai_proxy.launchplan import ServeOptions, check_several, triton_arguments
 from openai_proxy.settings import ProxySettings
+from tridentlm.config import EngineSettings
+from tridentlm.errors import InvalidRequest
 
 
 @pytest.fixture(params=[False, True])

@@ -3,8 +3,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tridentlm.config import resolve_settings
-from tridentlm.errors import InvalidRequest
 
 from openai_proxy.options import model_choices
 from openai_proxy.repository import (
@@ -15,6 +13,8 @@ from openai_proxy.repository import (
     ready_repository,
     write_repository,
 )
+from tridentlm.config import resolve_settings
+from tridentlm.errors import InvalidRequest
 
 MODELS = {"engine", "generate", "relay", "submit", "tokenizer"}
 

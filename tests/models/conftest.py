@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+
+from tests.factory import FAMILIES, make_tiny_model
+from tests.models.plans import Chunk, PlanMaker
 from tridentlm.backends.base import KVCache
 from tridentlm.backends.torch import TorchBackend
 from tridentlm.core.plan import StepPlan
@@ -15,9 +18,6 @@ from tridentlm.models import loading
 from tridentlm.models.checkpoint import SafetensorsFolder
 from tridentlm.models.config import ModelConfig
 from tridentlm.models.decoder import Decoder
-
-from tests.factory import FAMILIES, make_tiny_model
-from tests.models.plans import Chunk, PlanMaker
 
 PAGE, PAGES = 4, 200
 

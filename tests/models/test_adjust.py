@@ -10,12 +10,12 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+
+from tests.models.test_sampling import LOGITS, chi_square, filtered, plan
 from tridentlm.adjust import LogitAdjuster
 from tridentlm.core.extras import Newcomer, Penalties, StepExtras
 from tridentlm.core.plan import StepPlan
 from tridentlm.sampling import sample
-
-from tests.models.test_sampling import LOGITS, chi_square, filtered, plan
 
 CPU = torch.device("cpu")
 NONE = np.zeros(0, np.int32)

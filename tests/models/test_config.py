@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from tridentlm.errors import InvalidRequest, ModelNotFound
 from tridentlm.models.config import ModelConfig
 from tridentlm.models.families import FAMILIES

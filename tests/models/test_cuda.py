@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+
+from tests.models.conftest import PAGE, PAGES, Reference
+from tests.models.plans import Chunk, PlanMaker
+from tests.models.test_sampling import plan
 from tridentlm.config import EngineSettings
 from tridentlm.core.plan import FROM_DEVICE
 from tridentlm.models.fp8 import Fp8Linear, held_bytes, quantize_rows
 from tridentlm.runner import ModelRunner
 from tridentlm.sampling import sample
-
-from tests.models.conftest import PAGE, PAGES, Reference
-from tests.models.plans import Chunk, PlanMaker
-from tests.models.test_sampling import plan
 
 pytestmark = pytest.mark.gpu
 

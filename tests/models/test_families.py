@@ -12,18 +12,18 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from tridentlm.config import EngineSettings
-from tridentlm.errors import InvalidRequest
-from tridentlm.hub import ModelFiles
-from tridentlm.models import moe
-from tridentlm.models.config import ModelConfig
-from tridentlm.runner import ModelRunner
 
 from tests.factory import CLASSES, make_tiny_model
 from tests.models.conftest import Engine, Reference, load, reference
 from tests.models.plans import Chunk
 from tests.models.test_config import LLAMA
 from tests.models.test_decoder import close, tokens
+from tridentlm.config import EngineSettings
+from tridentlm.errors import InvalidRequest
+from tridentlm.hub import ModelFiles
+from tridentlm.models import moe
+from tridentlm.models.config import ModelConfig
+from tridentlm.runner import ModelRunner
 
 ORIGINAL = 32
 SCALED = {"rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": ORIGINAL}

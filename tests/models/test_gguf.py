@@ -10,15 +10,15 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
+
+from tests.factory import FAMILIES, make_tiny_model
+from tests.models.conftest import Engine, Reference, reference
+from tests.models.plans import Chunk
 from tridentlm import hub
 from tridentlm.errors import InvalidRequest, ModelNotFound
 from tridentlm.models import loading
 from tridentlm.models.decoder import Decoder
 from tridentlm.models.gguf import GGUFModel
-
-from tests.factory import FAMILIES, make_tiny_model
-from tests.models.conftest import Engine, Reference, reference
-from tests.models.plans import Chunk
 
 ARCHITECTURES = {"mistral": "llama", "qwen3_moe": "qwen3moe"}
 NAMES = {

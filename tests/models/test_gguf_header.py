@@ -6,13 +6,13 @@ import gguf
 import numpy as np
 import pytest
 import torch
+
+from tests.models.conftest import Reference
+from tests.models.test_gguf import write_gguf
 from tridentlm.errors import InvalidRequest, ModelNotFound
 from tridentlm.models import loading
 from tridentlm.models.gguf import GGUFModel
 from tridentlm.models.gguf_header import read_header
-
-from tests.models.conftest import Reference
-from tests.models.test_gguf import write_gguf
 
 Q8 = gguf.GGMLQuantizationType.Q8_0
 

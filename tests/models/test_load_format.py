@@ -7,6 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+
+from tests.models.conftest import PAGE, PAGES, Reference
+from tests.models.plans import Chunk, PlanMaker
 from tridentlm.config import EngineSettings
 from tridentlm.eager import profile_plan
 from tridentlm.errors import InvalidRequest
@@ -15,9 +18,6 @@ from tridentlm.models import loading, weights
 from tridentlm.models.config import ModelConfig
 from tridentlm.models.rotary import rotary_frequencies, rotary_table
 from tridentlm.runner import ModelRunner
-
-from tests.models.conftest import PAGE, PAGES, Reference
-from tests.models.plans import Chunk, PlanMaker
 
 SETTINGS = EngineSettings(
     device="cpu", page_size=PAGE, num_pages=PAGES, max_running=8, load_format="dummy"

@@ -7,6 +7,8 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+
+from tests.models.conftest import Reference
 from tridentlm import memory
 from tridentlm.backends.base import KVCache
 from tridentlm.config import EngineSettings
@@ -16,8 +18,6 @@ from tridentlm.models import loading
 from tridentlm.models.config import ModelConfig
 from tridentlm.models.fp8 import held_bytes
 from tridentlm.models.shard import Shard
-
-from tests.models.conftest import Reference
 
 SETTINGS = EngineSettings(page_size=16, max_running=1000)
 CPU = torch.device("cpu")

@@ -11,6 +11,10 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+
+from tests.factory import make_tiny_model
+from tests.models.conftest import PAGE, PAGES, Engine, load
+from tests.models.plans import Chunk, PlanMaker
 from tridentlm.config import EngineSettings
 from tridentlm.errors import InvalidRequest
 from tridentlm.hub import ModelFiles
@@ -21,10 +25,6 @@ from tridentlm.models.fp8 import E4M3, Fp8Linear, quantize_rows, scaled_product
 from tridentlm.models.quant import Quantization
 from tridentlm.models.shard import Shard
 from tridentlm.runner import ModelRunner
-
-from tests.factory import make_tiny_model
-from tests.models.conftest import PAGE, PAGES, Engine, load
-from tests.models.plans import Chunk, PlanMaker
 
 CPU = torch.device("cpu")
 Tensors = dict[str, torch.Tensor]

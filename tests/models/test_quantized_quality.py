@@ -15,6 +15,8 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+
+from tests.models.plans import Chunk, PlanMaker
 from tridentlm import hub
 from tridentlm.backends.base import KVCache
 from tridentlm.backends.torch import TorchBackend
@@ -23,8 +25,6 @@ from tridentlm.models import decoder, loading
 from tridentlm.models.decoder import Decoder
 from tridentlm.models.gguf import GGUFModel
 from tridentlm.text.tokenizer import Tokenizer
-
-from tests.models.plans import Chunk, PlanMaker
 
 TEXT = """\
 The harbour town had grown slowly around its single pier. In the early years only fishermen came, \

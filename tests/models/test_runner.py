@@ -5,14 +5,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+
+from tests.models.conftest import PAGE, PAGES, Reference
+from tests.models.plans import Chunk, PlanMaker
 from tridentlm.config import EngineSettings
 from tridentlm.core.plan import FROM_DEVICE
 from tridentlm.core.runner import Runner
 from tridentlm.errors import InvalidRequest
 from tridentlm.runner import ModelRunner
-
-from tests.models.conftest import PAGE, PAGES, Reference
-from tests.models.plans import Chunk, PlanMaker
 
 SETTINGS = EngineSettings(device="cpu", page_size=PAGE, num_pages=PAGES, max_running=64)
 DECODE = [FROM_DEVICE]

@@ -7,11 +7,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+
+from tests.models.plans import sampling_arrays
 from tridentlm import sampling
 from tridentlm.core.plan import StepPlan
 from tridentlm.sampling import philox, sample, uniforms
-
-from tests.models.plans import sampling_arrays
 
 Words = tuple[int, int, int, int]
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+
 from tridentlm.staging import Layout, Staging, make_layout
 
 LAYOUT: Layout = make_layout({"ids": ((4,), torch.int32), "pages": ((2, 3), torch.int32)})

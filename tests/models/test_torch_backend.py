@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from tridentlm.backends import torch as backend
 from tridentlm.backends.torch import decode_groups
 

@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+
+from tests.models.conftest import Reference, load
+from tests.models.plans import Chunk
 from tridentlm.errors import InvalidRequest, ModelNotFound
 from tridentlm.models import checkpoint, inventory, loading, weights
 from tridentlm.models.checkpoint import SafetensorsFolder
 from tridentlm.models.config import ModelConfig
 from tridentlm.models.linear import Linear
 from tridentlm.models.shard import Shard
-
-from tests.models.conftest import Reference, load
-from tests.models.plans import Chunk
 
 CPU = torch.device("cpu")
 Tensors = dict[str, torch.Tensor]

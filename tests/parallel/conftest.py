@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from tridentlm.config import EngineSettings
 
 from tests.factory import make_tiny_model
+from tridentlm.config import EngineSettings
 
 
 @pytest.fixture(autouse=True)

@@ -14,14 +14,14 @@ import orjson
 import psutil
 import pytest
 import torch
+
+from tests.parallel.conftest import settings_of
 from tridentlm.channel import Step, WorkerClient
 from tridentlm.config import EngineSettings
 from tridentlm.core.request import FinishReason, Request
 from tridentlm.engine import Engine, build_runner
 from tridentlm.errors import EngineDown, InternalError, InvalidRequest, TridentError
 from tridentlm.triton.process import EngineProcess
-
-from tests.parallel.conftest import settings_of
 
 SECONDS = 60.0
 

@@ -8,6 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+
+from tests.factory import FAMILIES, make_tiny_model
+from tests.models.plans import Chunk, PlanMaker
+from tests.parallel.threads import on_every_rank
 from tridentlm.backends.base import KVCache
 from tridentlm.backends.torch import TorchBackend
 from tridentlm.errors import InvalidRequest
@@ -18,10 +22,6 @@ from tridentlm.models.decoder import Decoder
 from tridentlm.models.shard import Shard, Split
 from tridentlm.parallel.divide import divided
 from tridentlm.parallel.group import Group
-
-from tests.factory import FAMILIES, make_tiny_model
-from tests.models.plans import Chunk, PlanMaker
-from tests.parallel.threads import on_every_rank
 
 CPU = torch.device("cpu")
 PAGE, PAGES = 4, 40

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tridentlm.config import EngineSettings
-from tridentlm.core.request import Request
-from tridentlm.engine import Engine, build_runner
 
 from tests.models.test_quant import FORMATS, quantized_pair
 from tests.parallel.conftest import settings_of
+from tridentlm.config import EngineSettings
+from tridentlm.core.request import Request
+from tridentlm.engine import Engine, build_runner
 
 REQUESTS = 12
 

@@ -15,12 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tridentlm.config import EngineSettings
-from tridentlm.core.extras import RequestExtras
-from tridentlm.core.plan import StepOutput
-from tridentlm.core.request import Request
-from tridentlm.core.runner import Runner
-from tridentlm.engine import Engine, build_runner
 
 from tests.core.driver import Reckless
 from tests.factory import make_tiny_model
@@ -28,6 +22,12 @@ from tests.models.conftest import Engine as Reference
 from tests.models.conftest import load
 from tests.models.plans import Chunk
 from tests.parallel.conftest import settings_of
+from tridentlm.config import EngineSettings
+from tridentlm.core.extras import RequestExtras
+from tridentlm.core.plan import StepOutput
+from tridentlm.core.request import Request
+from tridentlm.core.runner import Runner
+from tridentlm.engine import Engine, build_runner
 
 TIE = 1e-4
 REQUESTS, PAGES = 30, 80

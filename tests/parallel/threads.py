@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import torch
+
 from tridentlm.models.shard import Shard
 from tridentlm.parallel.group import Group
 

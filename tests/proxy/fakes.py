@@ -14,12 +14,12 @@ from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
-from tridentlm.errors import TridentError
-from tridentlm_client import Delta, End, Stream, Submission
 
 from openai_proxy.app import create_app
 from openai_proxy.serve import server_config
 from openai_proxy.settings import EngineNames, ProxySettings
+from tridentlm.errors import TridentError
+from tridentlm_client import Delta, End, Stream, Submission
 
 MODEL = "org/tiny-model"
 FOREVER = 3600.0

@@ -9,9 +9,9 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from tridentlm_client import Delta, Submission
 
 from tests.proxy.fakes import FOREVER, MODEL, FakeSession, Reply, ended, eventually
+from tridentlm_client import Delta, Submission
 
 USER = [{"role": "user", "content": "Hi"}]
 CHAT = "/v1/chat/completions"

@@ -14,9 +14,9 @@ from typing import Any
 import openai
 import pydantic
 import pytest
-from tridentlm_client import Delta, End
 
 from tests.proxy.fakes import MODEL, Proxy, Reply, ended, running_proxy
+from tridentlm_client import Delta, End
 
 MESSAGES = [{"role": "user", "content": "Weather in Paris?"}]
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import orjson
 import pytest
-from tridentlm_client import Delta
 
 from tests.proxy.fakes import FOREVER, Proxy, Reply, ended, eventually, running_proxy
+from tridentlm_client import Delta
 
 AT_ONCE = 0.5
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import httpx
 import pytest
+
+from tests.proxy.fakes import MODEL, FakeSession, Reply, ended, running_proxy
 from tridentlm.errors import (
     ContextLengthExceeded,
     EngineDown,
@@ -15,8 +17,6 @@ from tridentlm.errors import (
     Overloaded,
 )
 from tridentlm_client import End
-
-from tests.proxy.fakes import MODEL, FakeSession, Reply, ended, running_proxy
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 USER = [{"role": "user", "content": "Hi"}]

@@ -7,9 +7,9 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from tridentlm_client import Delta, Submission
 
 from tests.proxy.fakes import MODEL, FakeSession, Reply, ended
+from tridentlm_client import Delta, Submission
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 USER: list[Any] = [{"role": "user", "content": "Hi"}]

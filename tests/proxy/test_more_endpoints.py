@@ -8,10 +8,10 @@ import logging
 import httpx
 import openai
 import pytest
-from tridentlm.errors import InternalError, Overloaded
-from tridentlm_client import Delta, End
 
 from tests.proxy.fakes import MODEL, FakeSession, Reply, eventually
+from tridentlm.errors import InternalError, Overloaded
+from tridentlm_client import Delta, End
 
 USAGE = {
     "prompt_tokens": 5,

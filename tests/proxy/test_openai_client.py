@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import openai
 import pytest
-from tridentlm.errors import ContextLengthExceeded, EngineDown, InternalError, Overloaded
-from tridentlm_client import Delta, End, Submission
 
 from tests.proxy.fakes import MODEL, FakeSession, Proxy, Reply, ended
+from tridentlm.errors import ContextLengthExceeded, EngineDown, InternalError, Overloaded
+from tridentlm_client import Delta, End, Submission
 
 USER = [{"role": "user", "content": "Hi"}]
 

@@ -10,11 +10,11 @@ import httpx
 import orjson
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from tridentlm.errors import InvalidRequest, Overloaded
 
 from openai_proxy.logs import JsonFormatter
 from openai_proxy.settings import ProxySettings
 from tests.proxy.fakes import MODEL, FakeSession, Reply, eventually, running_proxy
+from tridentlm.errors import InvalidRequest, Overloaded
 
 CHAT = "/v1/chat/completions"
 ASK = {"messages": [{"role": "user", "content": "Hi"}]}

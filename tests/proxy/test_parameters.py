@@ -7,9 +7,9 @@ from typing import Any
 
 import httpx
 import pytest
-from tridentlm_client import Submission
 
 from tests.proxy.fakes import MODEL, FakeSession, running_proxy
+from tridentlm_client import Submission
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 USER = [{"role": "user", "content": "Hi"}]

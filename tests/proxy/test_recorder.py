@@ -10,13 +10,13 @@ from typing import Any
 
 import httpx
 import pytest
-from tridentlm.errors import EngineDown, InternalError, InvalidRequest, Overloaded
-from tridentlm_client import Delta, End
 
 from openai_proxy import recorder
 from openai_proxy.recorder import FailureRecorder
 from openai_proxy.replay import run_replay
 from tests.proxy.fakes import Proxy, Reply, eventually, running_proxy
+from tridentlm.errors import EngineDown, InternalError, InvalidRequest, Overloaded
+from tridentlm_client import Delta, End
 
 CHAT = "/v1/chat/completions"
 BROKEN = End("error", None, {"prompt_tokens": 5, "completion_tokens": 1}, EngineDown("It died."))

@@ -8,8 +8,6 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from tridentlm.errors import InternalError
-from tridentlm_client import Delta, End
 
 from tests.proxy.fakes import (
     FOREVER,
@@ -21,6 +19,8 @@ from tests.proxy.fakes import (
     eventually,
     running_proxy,
 )
+from tridentlm.errors import InternalError
+from tridentlm_client import Delta, End
 
 RESPONSES = "/v1/responses"
 TOOL: dict[str, Any] = {

@@ -9,10 +9,10 @@ from typing import Any
 
 import httpx
 import pytest
-from tridentlm.errors import EngineDown, InternalError, Overloaded
-from tridentlm_client import Delta, End
 
 from tests.proxy.fakes import MODEL, FakeSession, Proxy, Reply, ended, eventually
+from tridentlm.errors import EngineDown, InternalError, Overloaded
+from tridentlm_client import Delta, End
 
 CHAT = "/v1/chat/completions"
 USER = [{"role": "user", "content": "Hi"}]

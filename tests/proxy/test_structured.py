@@ -13,9 +13,9 @@ import httpx
 import openai
 import pydantic
 import pytest
-from tridentlm_client import Delta
 
 from tests.proxy.fakes import MODEL, FakeSession, FakeText, Reply, ended
+from tridentlm_client import Delta
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 USER = [{"role": "user", "content": "Weather in Paris?"}]

@@ -11,12 +11,12 @@ from typing import Any
 import grpc
 import orjson
 import pytest
-from tridentlm.errors import EngineDown, InternalError, InvalidRequest, TridentError
-from tridentlm_client.wire import pack_strings
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from openai_proxy.settings import ProxySettings
 from openai_proxy.textservice import TextService
+from tridentlm.errors import EngineDown, InternalError, InvalidRequest, TridentError
+from tridentlm_client.wire import pack_strings
 
 
 class FakeTokenizer(service_pb2_grpc.GRPCInferenceServiceServicer):

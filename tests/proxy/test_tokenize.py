@@ -6,9 +6,9 @@ from typing import Any
 
 import httpx
 import pytest
-from tridentlm.errors import EngineDown, InvalidRequest
 
 from tests.proxy.fakes import MODEL, FakeSession, FakeText, running_proxy
+from tridentlm.errors import EngineDown, InvalidRequest
 
 CHAT = "/v1/chat/completions"
 USER = [{"role": "user", "content": "Hi"}]

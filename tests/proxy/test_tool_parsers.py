@@ -9,11 +9,11 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tridentlm_client import Delta
 
 from openai_proxy.output import OutputParser, message_of
 from openai_proxy.reasoning import ReasoningParser
 from openai_proxy.tools import TOOL_PARSERS, Piece, joined, parser_for_template
+from tridentlm_client import Delta
 
 NAMES = ("get_weather", "f")
 ARGUMENTS = (

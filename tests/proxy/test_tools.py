@@ -10,9 +10,9 @@ import httpx
 import openai
 import pydantic
 import pytest
-from tridentlm_client import Delta
 
 from tests.proxy.fakes import MODEL, FakeSession, FakeText, Proxy, Reply, ended, running_proxy
+from tridentlm_client import Delta
 
 CHAT = "/v1/chat/completions"
 USER = [{"role": "user", "content": "Weather in Paris?"}]

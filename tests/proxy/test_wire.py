@@ -10,10 +10,10 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
-from tridentlm_client import Delta
 
 from openai_proxy import httpserver
 from tests.proxy.fakes import FakeSession, Proxy, Reply, ended
+from tridentlm_client import Delta
 
 CHAT = "/v1/chat/completions"
 BODY = b'{"messages": [{"role": "user", "content": "Hi"}]}'

@@ -7,13 +7,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import openai
-from tridentlm.config import EngineSettings
-from tridentlm.hub import ModelFiles, default_model, resolve_model
-from tridentlm.text import Tokenizer
 
 from tests.factory import make_tiny_model
 from tests.server.reference import Reference
 from tests.server.service import Service
+from tridentlm.config import EngineSettings
+from tridentlm.hub import ModelFiles, default_model, resolve_model
+from tridentlm.text import Tokenizer
 
 
 class ModelCase:

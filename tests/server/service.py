@@ -16,8 +16,9 @@ import grpc
 import httpx
 import orjson
 import psutil
-from tridentlm_client.wire import infer_request, read_string
 from tritonclient.grpc import service_pb2_grpc
+
+from tridentlm_client.wire import infer_request, read_string
 
 START_SECONDS = 120.0
 PORTS = ("port", "http_port", "grpc_port", "metrics_port")

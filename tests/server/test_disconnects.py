@@ -13,11 +13,11 @@ from typing import Any
 import grpc
 import httpx
 import pytest
-from tridentlm_client import Session, Submission
-from tridentlm_client.wire import infer_request
 from tritonclient.grpc import service_pb2_grpc
 
 from tests.server.service import Service, wait_until
+from tridentlm_client import Session, Submission
+from tridentlm_client.wire import infer_request
 
 pytestmark = pytest.mark.server
 LONG = 4000

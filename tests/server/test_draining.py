@@ -10,14 +10,14 @@ from typing import Any
 import grpc
 import httpx
 import pytest
-from tridentlm.errors import TridentError
-from tridentlm_client import Session, Submission
-from tridentlm_client.wire import infer_request, is_final
 from tritonclient.grpc import service_pb2_grpc
 
 from tests.server.service import Service
 from tests.server.test_disconnects import once_then_wait
 from tests.server.test_faults import under_load
+from tridentlm.errors import TridentError
+from tridentlm_client import Session, Submission
+from tridentlm_client.wire import infer_request, is_final
 
 pytestmark = pytest.mark.server
 

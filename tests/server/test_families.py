@@ -9,13 +9,13 @@ from typing import Any
 
 import openai
 import pytest
-from tridentlm.config import EngineSettings
-from tridentlm.hub import resolve_model
-from tridentlm.text import Tokenizer
 
 from tests.factory import make_tiny_model
 from tests.server.reference import Reference
 from tests.server.service import Service
+from tridentlm.config import EngineSettings
+from tridentlm.hub import resolve_model
+from tridentlm.text import Tokenizer
 
 pytestmark = pytest.mark.server
 SERVED = ("mistral", "qwen2", "qwen3_moe")

@@ -11,11 +11,11 @@ import numpy.typing as npt
 import openai
 import pytest
 import torch
-from tridentlm.protocol import TokenLogprob
-from tridentlm_client import Client
 
 from tests.server.modelcase import ModelCase, serving
 from tests.server.test_plain_clients import stream, tensor, text
+from tridentlm.protocol import TokenLogprob
+from tridentlm_client import Client
 
 pytestmark = pytest.mark.server
 TOLERANCE = 1e-3

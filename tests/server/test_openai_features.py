@@ -13,11 +13,11 @@ from typing import Any
 import httpx
 import openai
 import pytest
+
+from tests.server.service import Service, wait_until
 from tridentlm.config import EngineSettings
 from tridentlm.hub import default_model, resolve_model
 from tridentlm.text import Tokenizer
-
-from tests.server.service import Service, wait_until
 
 pytestmark = pytest.mark.server
 MESSAGES: list[Any] = [{"role": "user", "content": "Weather in Paris?"}]

@@ -10,13 +10,13 @@ import httpx
 import openai
 import psutil
 import pytest
-from tridentlm.config import EngineSettings
-from tridentlm.hub import resolve_model
-from tridentlm.text import Tokenizer
 
 from tests.factory import make_tiny_model
 from tests.server.reference import Reference
 from tests.server.service import Service, wait_until
+from tridentlm.config import EngineSettings
+from tridentlm.hub import resolve_model
+from tridentlm.text import Tokenizer
 
 pytestmark = pytest.mark.server
 OWN_TEMPLATE = (

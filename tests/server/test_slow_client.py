@@ -7,10 +7,10 @@ import time
 from typing import Any
 
 import pytest
-from tridentlm_client.load import LoadResult, run_load
 
 from tests.server.service import Service
 from tests.server.slow import SlowReader
+from tridentlm_client.load import LoadResult, run_load
 
 pytestmark = pytest.mark.server
 TOKENS = 1200

@@ -16,11 +16,11 @@ import jsonschema
 import openai
 import pydantic
 import pytest
-from tridentlm.hub import ModelFiles
-from tridentlm.text import Tokenizer
 
 from tests.factory import make_tiny_model
 from tests.server.service import Service
+from tridentlm.hub import ModelFiles
+from tridentlm.text import Tokenizer
 
 pytestmark = pytest.mark.server
 MESSAGES: list[Any] = [{"role": "user", "content": "Weather in Paris?"}]

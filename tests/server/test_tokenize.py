@@ -9,11 +9,11 @@ from typing import Any
 import httpx
 import openai
 import pytest
+
+from tests.server.service import Service
 from tridentlm.config import EngineSettings
 from tridentlm.hub import default_model, resolve_model
 from tridentlm.text import Tokenizer
-
-from tests.server.service import Service
 
 pytestmark = pytest.mark.server
 MESSAGES = [{"role": "user", "content": "What is 7 + 5?"}]

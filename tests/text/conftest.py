@@ -1,11 +1,11 @@
 from __future__ import annotations
 
 import pytest
+
+from tests.text.families import FAMILIES
 from tridentlm.config import EngineSettings
 from tridentlm.hub import resolve_model
 from tridentlm.text.tokenizer import Tokenizer
-
-from tests.text.families import FAMILIES
 
 
 @pytest.fixture(scope="session")

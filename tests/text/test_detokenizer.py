@@ -5,11 +5,11 @@ from functools import cache
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from tests.text.families import BYTES, CORPUS, FAMILIES, SPECIALS, not_streamable
 from tridentlm.errors import InvalidRequest
 from tridentlm.text.detokenizer import BYTE_OF, detokenizer_factory
 from tridentlm.text.tokenizer import Tokenizer
-
-from tests.text.families import BYTES, CORPUS, FAMILIES, SPECIALS, not_streamable
 
 NAMES = [*FAMILIES, "smollm"]
 TEXTS = [

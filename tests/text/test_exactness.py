@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tridentlm.core.request import FinishReason, SamplingParams
-from tridentlm.streams import TextStream
-from tridentlm.text.tokenizer import Tokenizer
 
 from tests.text.families import CORPUS, FAMILIES
 from tests.text.test_stops import expected
+from tridentlm.core.request import FinishReason, SamplingParams
+from tridentlm.streams import TextStream
+from tridentlm.text.tokenizer import Tokenizer
 
 NAMES = [*FAMILIES, "smollm"]
 TEXTS = [

@@ -5,6 +5,7 @@ import sys
 from typing import Any
 
 import pytest
+
 from tridentlm.errors import InvalidRequest
 from tridentlm.text import check_messages
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from tridentlm.text.tokenizer import Tokenizer
 
 from tests.text.families import FAMILIES
+from tridentlm.text.tokenizer import Tokenizer
 
 TEXT = "Naïve 你好 😀 fox"
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from tridentlm.core.request import SamplingParams
 from tridentlm.errors import InvalidRequest
 from tridentlm.text.stops import StopChecker

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+
 from tridentlm.errors import InvalidRequest
 from tridentlm.text.tokenizer import Tokenizer
 from tridentlm.triton.textops import TextOps

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from tests.text.families import CORPUS, byte_level, sentencepiece
 from tridentlm.errors import InvalidRequest
 from tridentlm.hub import ModelFiles, default_model
 from tridentlm.text import Tokenizer
-
-from tests.text.families import CORPUS, byte_level, sentencepiece
 
 CHAT = [
     {"role": "system", "content": "Be brief."},

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
 from tridentlm.triton import bls
 from tridentlm.triton.bls import Calls
 

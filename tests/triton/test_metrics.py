@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+
 from tridentlm.channel import Step
 from tridentlm.core.plan import EngineStats, StepOutput
 

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+
+from tests.triton.test_sessions import Numbers
 from tridentlm.core.request import FinishReason, SamplingParams
 from tridentlm.errors import EngineDown, TridentError
 from tridentlm.streams import TextStream
 from tridentlm.triton.plain import RELAY_WINDOW, PlainRequest, PlainSender
-
-from tests.triton.test_sessions import Numbers
 
 
 class Client:

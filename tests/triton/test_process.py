@@ -6,6 +6,7 @@ from collections import deque
 from typing import Any
 
 import pytest
+
 import tridentlm.triton.process
 from tridentlm.channel import Idle, Message, Ready
 from tridentlm.config import EngineSettings
