@@ -8,21 +8,23 @@ from fastapi import FastAPI
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from openai_proxy.middleware import OPEN_PATHS
-from openai_proxy.schemas import (
+from openai_proxy.answerschemas import (
     ChatCompletion,
-    ChatCompletionRequest,
     Completion,
-    CompletionRequest,
-    DetokenizeRequest,
     DetokenizeResponse,
     ErrorBody,
-    GenerateRequest,
     GenerateResponse,
     ResponseObject,
+    TokenizeResponse,
+)
+from openai_proxy.middleware import OPEN_PATHS
+from openai_proxy.schemas import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerateRequest,
     ResponseRequest,
     TokenizeRequest,
-    TokenizeResponse,
 )
 
 _REF = "#/components/schemas/{model}"

@@ -146,77 +146,6 @@ class CompletionRequest(_Sampling):
     echo: bool = Field(False, description="The text begins with the prompt's.")
 
 
-class PromptTokensDetails(BaseModel):
-    cached_tokens: int
-
-
-class CompletionTokensDetails(BaseModel):
-    reasoning_tokens: int
-
-
-class Usage(BaseModel):
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
-    completion_tokens_details: CompletionTokensDetails | None = None
-
-
-class _Choice(BaseModel):
-    index: int
-    logprobs: dict[str, Any] | None
-    finish_reason: Literal["stop", "length", "tool_calls"]
-    stop_reason: str | int | None = Field(description="The stop text or token id that was met.")
-
-
-class AnswerMessage(BaseModel):
-    role: Literal["assistant"]
-    content: str | None
-    refusal: None
-    reasoning_content: str | None = Field(None, description="The same as reasoning.")
-    reasoning: str | None = None
-    tool_calls: list[ToolCall] | None = None
-
-
-class ChatChoice(_Choice):
-    message: AnswerMessage
-
-
-class CompletionChoice(_Choice):
-    text: str
-    prompt_logprobs: list[dict[str, Any] | None] | None = None
-
-
-class _Answer(BaseModel):
-    id: str
-    created: int
-    model: str
-    system_fingerprint: str
-    usage: Usage
-
-
-class ChatCompletion(_Answer):
-    object: Literal["chat.completion"]
-    choices: list[ChatChoice]
-    prompt_logprobs: list[dict[str, Any] | None] | None = None
-
-
-class Completion(_Answer):
-    object: Literal["text_completion"]
-    choices: list[CompletionChoice]
-
-
-class ErrorFields(BaseModel):
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class ErrorBody(BaseModel):
-    error: ErrorFields
-
-
 class TokenizeRequest(BaseModel):
     model_config = ConfigDict(extra="allow")
 
@@ -234,23 +163,12 @@ class TokenizeRequest(BaseModel):
     return_token_strs: bool = False
 
 
-class TokenizeResponse(BaseModel):
-    count: int
-    max_model_len: int | None
-    tokens: list[int]
-    token_strs: list[str | None] | None
-
-
 class DetokenizeRequest(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     model: str | None = None
     tokens: list[Annotated[int, Field(ge=0, lt=2**31)]]
     skip_special_tokens: bool = False
-
-
-class DetokenizeResponse(BaseModel):
-    prompt: str
 
 
 class ResponseTool(BaseModel):
@@ -281,29 +199,12 @@ class ResponseRequest(BaseModel):
         None, description="Or {type: function, name}."
     )
     parallel_tool_calls: bool = True
+    include: list[Literal["message.output_text.logprobs"]] | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20, description="Needs include.")
     metadata: dict[str, Any] | None = None
-
-
-class ResponseObject(BaseModel):
-    id: str
-    object: Literal["response"]
-    created_at: int
-    status: Literal["in_progress", "completed", "incomplete", "failed", "cancelled"]
-    error: dict[str, Any] | None
-    incomplete_details: dict[str, Any] | None
-    model: str
-    output: list[dict[str, Any]]
-    usage: dict[str, Any] | None
 
 
 class GenerateRequest(_Sampling):
     text_input: str | None = Field(None, description="The prompt; `prompt` is the same.")
     prompt: str | None = None
     stream: bool = True
-
-
-class GenerateResponse(BaseModel):
-    model_name: str
-    text_output: str
-    finish_reason: Literal["stop", "length"]
-    usage: Usage

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import orjson
 
 from openai_proxy.answers import usage_of
+from openai_proxy.logprobs import block_of, extras_of
 from openai_proxy.output import OutputParser
 from openai_proxy.protocol import Job
 from openai_proxy.responses.items import Event, ItemBuilder, turn_of
@@ -20,17 +21,32 @@ from tridentlm_client import Delta, Stream
 
 
 class ResponseChoice:
-    """The events of the answer's items; `builder` holds the items."""
+    """The events of the answer's items; `builder` holds the items.
 
-    def __init__(self, stream: Stream, parser: OutputParser, numbers: Iterable[int]) -> None:
+    With `tells_logprobs` the deltas are taken apart into tokens: a token has its log-probability
+    where its text is, so those of thoughts and calls are not told.
+    """
+
+    def __init__(
+        self,
+        stream: Stream,
+        parser: OutputParser,
+        numbers: Iterable[int],
+        *,
+        tells_logprobs: bool,
+    ) -> None:
         self.stream = stream
         self.completion_tokens = 0
         self.parser = parser
         self.builder = ItemBuilder()
         self._numbers = iter(numbers)
+        self._tells_logprobs = tells_logprobs
+        self._length = 0
 
     def text(self, deltas: list[Delta]) -> bytes | None:
         self.completion_tokens += sum(delta.count for delta in deltas)
+        if self._tells_logprobs:
+            return self.written(self._told(deltas)) or None
         return self.written(self.builder.push(self.parser.push(deltas))) or None
 
     def finish(self) -> bytes:
@@ -43,6 +59,29 @@ class ResponseChoice:
             % (event["type"].encode(), orjson.dumps(event | {"sequence_number": number}))
             for event, number in zip(events, self._numbers, strict=False)
         )
+
+    def _told(self, deltas: list[Delta]) -> list[Event]:
+        events: list[Event] = []
+        for token in self._tokens(deltas):
+            thoughts = self.parser.reasoning_tokens
+            pieces = self.parser.push([token])
+            if self.parser.reasoning_tokens == thoughts:
+                entries = extras_of([token], "logprobs")
+                self.builder.hold(block_of(entries, chat=True)["content"])
+            events += self.builder.push(pieces)
+        return events
+
+    def _tokens(self, deltas: list[Delta]) -> Iterator[Delta]:
+        """A delta for each entry; text whose entry comes later counts nothing yet."""
+        for delta in deltas:
+            text, begin = delta.text, self._length
+            self._length += len(text)
+            entries = extras_of([delta], "logprobs")
+            cuts = [0, *(max(entry[0] - begin, 0) for entry in entries[1:]), len(text)]
+            for entry, (start, end) in zip(entries, itertools.pairwise(cuts), strict=True):
+                yield Delta(text[start:end], 1, {"logprobs": [entry]})
+            if not entries:
+                yield Delta(text, 0)
 
 
 def _item_status(stream: Stream) -> str:
@@ -60,7 +99,8 @@ class ResponseAnswer:
         self._spec = spec
         self._store = store
         parser = OutputParser(None, None) if job.output is None else job.output.parser()
-        self._choice = ResponseChoice(streams[0], parser, itertools.count())
+        tells = job.submissions[0].sampling.get("logprobs") is not None
+        self._choice = ResponseChoice(streams[0], parser, itertools.count(), tells_logprobs=tells)
         self.choices = [self._choice]
 
     def opening(self) -> list[bytes]:
@@ -110,7 +150,8 @@ class ResponseAnswer:
         usage = self.usage()
         response["usage"] = {
             "input_tokens": usage["prompt_tokens"],
-            "input_tokens_details": usage["prompt_tokens_details"],
+            # The client's types demand the second; nothing is charged as a write to the cache here.
+            "input_tokens_details": usage["prompt_tokens_details"] | {"cache_write_tokens": 0},
             "output_tokens": usage["completion_tokens"],
             "output_tokens_details": {"reasoning_tokens": self._choice.parser.reasoning_tokens},
             "total_tokens": usage["total_tokens"],

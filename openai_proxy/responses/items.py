@@ -92,11 +92,18 @@ class ItemBuilder:
     def __init__(self) -> None:
         self.items: list[dict[str, Any]] = []
         self._open = ""
+        self._held: list[dict[str, Any]] = []
+
+    def hold(self, logprobs: list[dict[str, Any]]) -> None:
+        """Log-probabilities of text that the next pieces stand for; only an output_text has any."""
+        self._held += logprobs
 
     def push(self, pieces: Sequence[Piece]) -> list[Event]:
         events: list[Event] = []
         for piece in pieces:
             kind = "call" if piece.kind == "arguments" else piece.kind
+            if kind != "content":
+                self._held = []
             if piece.kind == "call" or kind != self._open:
                 events += self.close()
                 events += self._begin(piece)
@@ -108,6 +115,7 @@ class ItemBuilder:
         """Ends the item that is open, if one is."""
         if not self._open:
             return []
+        rest = [self._extend("")] if self._held and self._open == "content" else []
         item, kind, self._open = self.items[-1], self._open, ""
         item["status"] = status
         if kind == "call":
@@ -118,7 +126,8 @@ class ItemBuilder:
         if kind == "reasoning":
             return [done, self._item_event("done")]
         part_done = self._event("content_part.done", content_index=0, part=dict(part))
-        return [done | {"logprobs": []}, part_done, self._item_event("done")]
+        done["logprobs"] = part["logprobs"]
+        return [*rest, done, part_done, self._item_event("done")]
 
     def _begin(self, piece: Piece) -> list[Event]:
         self._open = piece.kind
@@ -135,7 +144,7 @@ class ItemBuilder:
         part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
         item = {"id": new_id("msg"), "type": "message", "status": "in_progress"}
         self.items.append(item | {"role": "assistant", "content": [part]})
-        added = self._event("content_part.added", content_index=0, part=dict(part))
+        added = self._event("content_part.added", content_index=0, part=part | {"logprobs": []})
         return [self._item_event("added", content=[]), added]
 
     def _extend(self, text: str) -> Event:
@@ -143,9 +152,13 @@ class ItemBuilder:
         if self._open == "call":
             item["arguments"] += text
             return self._event("function_call_arguments.delta", delta=text)
-        item["content"][0]["text"] += text
+        part = item["content"][0]
+        part["text"] += text
         event = self._event(_STEMS[self._open] + ".delta", content_index=0, delta=text)
-        return event | {"logprobs": []} if self._open == "content" else event
+        if self._open == "content":
+            event["logprobs"], self._held = self._held, []
+            part["logprobs"] += event["logprobs"]
+        return event
 
     def _event(self, name: str, **fields: Any) -> Event:
         place = len(self.items) - 1

@@ -36,12 +36,13 @@ FIELDS = PASSED | {
     "tool_choice",
     "text",
     "stream_options",
+    "include",
+    "top_logprobs",
 }
+LOGPROBS = "message.output_text.logprobs"
 OFF: dict[str, Callable[[Any], bool]] = {
     "truncation": only("disabled"),
     "reasoning": lambda value: isinstance(value, dict) and not any(value.values()),
-    "include": only([]),
-    "top_logprobs": only(0),
     "max_tool_calls": only(),
     "prompt": only(),
     "conversation": only(),
@@ -82,6 +83,7 @@ def parse_response(
     chat["max_tokens"] = body.get("max_output_tokens")
     chat["tools"], chat["tool_choice"] = _chat_tools(body), _chat_choice(body)
     chat["response_format"] = _chat_format(body)
+    chat["logprobs"], chat["top_logprobs"] = _asks_logprobs(body), body.get("top_logprobs")
     try:
         job = parse_chat(chat, model, settings)
     except InvalidRequest as error:
@@ -103,10 +105,9 @@ def _refuse(body: Mapping[str, Any]) -> None:
             raise _unsupported("text.verbosity")
 
 
-def _unsupported(name: str) -> InvalidRequest:
-    return InvalidRequest(
-        f"{name} is not supported by this server.", param=name, code="unsupported_parameter"
-    )
+def _unsupported(what: str, param: str = "") -> InvalidRequest:
+    message = f"{what} is not supported by this server."
+    return InvalidRequest(message, param=param or what, code="unsupported_parameter")
 
 
 def _spec_of(body: Mapping[str, Any], model: str, store: ResponseStore) -> ResponseSpec:
@@ -144,11 +145,24 @@ def _spec_of(body: Mapping[str, Any], model: str, store: ResponseStore) -> Respo
         "text": {"format": (body.get("text") or {}).get("format") or {"type": "text"}},
         "tool_choice": body.get("tool_choice") or "auto",
         "tools": body.get("tools") or [],
+        "top_logprobs": body.get("top_logprobs") or 0,
         "top_p": 1.0 if body.get("top_p") is None else body["top_p"],
         "truncation": "disabled",
         "user": body.get("user"),
     }
     return ResponseSpec(echo, messages, kept, background)
+
+
+def _asks_logprobs(body: Mapping[str, Any]) -> bool:
+    include = body.get("include") or []
+    if not isinstance(include, list):
+        raise InvalidRequest("include must be a list of strings.", param="include")
+    for name in include:
+        if name != LOGPROBS:
+            raise _unsupported(f"include: {name!r}", "include")
+    if body.get("top_logprobs") and not include:
+        raise InvalidRequest(f'top_logprobs needs include: ["{LOGPROBS}"].', param="top_logprobs")
+    return bool(include)
 
 
 def _chat_tools(body: Mapping[str, Any]) -> Any:

@@ -101,6 +101,23 @@ def test_a_chats_are_those_of_transformers_streamed_and_not(case: Case) -> None:
     ]
 
 
+@ON_TINY
+def test_a_response_has_a_chats(case: Case) -> None:
+    asked: dict[str, Any] = {"temperature": 0, "top_logprobs": 2}
+    expected = case.chat(max_tokens=8, logprobs=True, **asked).choices[0].logprobs.content
+    fields: dict[str, Any] = {
+        **{"model": case.name, "input": MESSAGES, "max_output_tokens": 8},
+        **{"include": ["message.output_text.logprobs"], **asked},
+    }
+    part = case.client.responses.create(**fields).output[0].content[0]
+    assert [t.model_dump() for t in part.logprobs] == [t.model_dump() for t in expected]
+    events = case.client.responses.create(**fields, stream=True)
+    deltas = [event for event in events if event.type == "response.output_text.delta"]
+    assert "".join(event.delta for event in deltas) == part.text
+    told = [token.model_dump() for event in deltas for token in event.logprobs]
+    assert told == [token.model_dump() for token in part.logprobs]
+
+
 def test_a_prompt_is_scored_in_chunks_and_after_it_was_cached(case: Case) -> None:
     prompt = case.tokenizer.encode("Once upon a time there was a small house. " * 20)[:150]
     rows = case.logprobs(prompt)[:-1]
