@@ -101,7 +101,7 @@ class RealSchedules:
         )
         if rng.random() < 0.7:
             scheduler = engine.scheduler
-            scheduler._expected = scheduler._admission._expected = Reckless()
+            scheduler._admission.expected = Reckless()
         return engine
 
     def _requests(self, rng: np.random.Generator) -> list[Request]:

@@ -42,9 +42,9 @@ def test_the_youngest_gives_way_and_the_oldest_never_does() -> None:
     driver.add(*(make_request(i, prompt_len=4, max_tokens=28) for i in range(3)))
     preempted: list[int] = []
     while driver.scheduler.has_work:
-        before = set(driver.scheduler._slot_of)
+        before = set(driver.scheduler._holders)
         driver.step()
-        gone = before - set(driver.scheduler._slot_of) - set(driver.finish)
+        gone = before - set(driver.scheduler._holders) - set(driver.finish)
         preempted += sorted(gone)
     assert preempted[0] == 2
     assert 0 not in preempted

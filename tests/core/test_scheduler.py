@@ -10,6 +10,7 @@ import pytest
 
 from tests.core.driver import Driver, make_limits, make_request
 from tests.core.fake_model import answer
+from tridentlm.core.holders import SlotHolders
 from tridentlm.core.plan import FROM_DEVICE, I32, I64
 from tridentlm.core.radix import RadixCache
 from tridentlm.core.request import FinishReason, Limits, Request
@@ -106,12 +107,18 @@ def test_ending_by_length_is_foreseen_and_costs_no_extra_row() -> None:
     driver.run()
 
 
-class RetiresAtOnce(Scheduler):
-    """The scheduler without the retire rule."""
+class RetiresAtOnce(SlotHolders):
+    """Slots and pages without the retire rule."""
 
     def _retire(self, slots: I64 | I32) -> None:
-        self.table.in_flight[slots] = 0
+        self._table.in_flight[slots] = 0
         super()._retire(slots)
+
+
+class WithoutRetireRule(Scheduler):
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._holders = RetiresAtOnce(self.table, self.kv, self._admission)
 
 
 def one_slot_two_steps(scheduler: type[Scheduler]) -> Driver:
@@ -141,7 +148,7 @@ def test_slot_and_pages_stay_taken_until_no_launched_step_contains_the_request()
 
 
 def test_without_the_retire_rule_a_request_reads_its_predecessors_token() -> None:
-    driver = one_slot_two_steps(RetiresAtOnce)
+    driver = one_slot_two_steps(WithoutRetireRule)
     assert driver.launch() is not None, "the slot was given away at once"
     driver.collect()
     assert driver.tokens[2][:1] != answer(driver.requests[2])[0][:1]

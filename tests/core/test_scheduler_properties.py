@@ -154,7 +154,7 @@ class Traffic(RuleBasedStateMachine):
         self.driver.scheduler.expire(self.now)
         for request in self.driver.requests.values():
             if request.deadline <= self.now:
-                assert request.id not in self.driver.scheduler._slot_of
+                assert request.id not in self.driver.scheduler._holders
                 assert request.id not in self.driver.scheduler._queue
 
     @rule()

@@ -140,7 +140,7 @@ def greedy(model: Model, prompt: list[int], params: SamplingParams) -> list[int]
 
 def admit_all(llm: LLM) -> None:
     """Whoever fits for the moment is admitted, so that pages run out."""
-    llm._engine.scheduler._admission._expected = Reckless()
+    llm._engine.scheduler._admission.expected = Reckless()
 
 
 PENALIZED = [

@@ -78,7 +78,7 @@ def run_traffic(runner: Runner) -> Outcome:
     """The same arrivals and aborts at the same steps for every runner."""
     engine = Engine(runner, steps_in_flight=2)
     scheduler = engine.scheduler
-    scheduler._expected = scheduler._admission._expected = Reckless()
+    scheduler._admission.expected = Reckless()
     rng, outcome = np.random.default_rng(9), Outcome()
     waiting = draw_requests(runner.limits.vocab_size)
     arrived = 0

@@ -41,7 +41,7 @@ class Admission:
         *,
         reserve: bool,
     ) -> None:
-        self._expected = expected
+        self.expected = expected
         self.prompt_tokens = 0
         self.prefix_hit_tokens = 0
         self.slots_of_client: Counter[str] = Counter()
@@ -128,7 +128,7 @@ class Admission:
         final: I64 = table.final_len[running]
         if not self._reserve:
             lengths = table.prompt_len[running], table.length[running]
-            final = self._expected.final_len(*lengths, final)
+            final = self.expected.final_len(*lengths, final)
         pages = -(-final // self._limits.page_size)
         return int(np.maximum(pages - table.num_pages[running], 0).sum())
 
@@ -137,7 +137,7 @@ class Admission:
         final = prompt_len + entry.request.max_tokens
         if not self._reserve:
             lengths = np.array([prompt_len, len(entry.tokens), final])
-            final = int(self._expected.final_len(*lengths))
+            final = int(self.expected.final_len(*lengths))
         return self._limits.pages_for(final)
 
     def _prefix_length(self, entry: Entry) -> int:

@@ -28,6 +28,7 @@ from tridentlm.core.cache import NullCache, PrefixCache
 from tridentlm.core.endings import Endings, no_output
 from tridentlm.core.expect import ExpectedLength
 from tridentlm.core.extras import Logprobs
+from tridentlm.core.holders import SlotHolders
 from tridentlm.core.kv import KVPages
 from tridentlm.core.plan import I32, I64, EngineStats, StepOutput, StepPlan
 from tridentlm.core.planner import plan_step
@@ -60,24 +61,21 @@ class Scheduler:
         self.kv = KVPages(limits, self.table, cache or NullCache())
         self._mixed_tokens = mixed_tokens
         self._queue = WaitingQueue(policy)
-        self._expected = expected or ExpectedLength()
         self._admission = Admission(
-            limits, self.table, self.kv, self._queue, self._expected, reserve=reserve
+            limits, self.table, self.kv, self._queue, expected or ExpectedLength(), reserve=reserve
         )
-        self._slot_of: dict[int, int] = {}  # admitted requests
-        self._running: I64 = np.empty(0, np.int64)  # their slots, without those that are leaving
+        self._holders = SlotHolders(self.table, self.kv, self._admission)
         self._launched: deque[StepPlan] = deque()
         self._endings = Endings()
         self._steps = 0
         self._generation_tokens = 0
-        self._preemptions = 0
         self._checks = 0
         self._failures = 0
 
     @property
     def has_work(self) -> bool:
         """Whether anything is unfinished, in flight or not yet reported."""
-        return bool(len(self._queue) or self._slot_of or self._launched or self._endings)
+        return bool(len(self._queue) or self._holders or self._launched or self._endings)
 
     def add(self, request: Request) -> None:
         """Queues a request. Raises InvalidRequest if it can never be served, or if its id lives."""
@@ -85,13 +83,13 @@ class Scheduler:
             raise InvalidRequest("max_tokens must be at least 1.", param="max_tokens")
         self.limits.resolve(len(request.prompt), request.max_tokens)
         self.limits.check_ids(request.prompt)
-        if request.id in self._queue or request.id in self._slot_of or request.id < 0:
+        if request.id in self._queue or request.id in self._holders or request.id < 0:
             raise InvalidRequest(f"Request id {request.id} is in use or negative.", param="id")
         self._queue.add(request, self._admission.count)
 
     def abort(self, request_id: int) -> None:
         """Ends a request in whatever state it is. An unknown or ended one is ignored."""
-        if request_id in self._queue or request_id in self._slot_of:
+        if request_id in self._queue or request_id in self._holders:
             self._end(request_id, FinishReason.ABORT)
 
     def fail(self, request_id: int, message: str) -> None:
@@ -99,11 +97,11 @@ class Scheduler:
         self._end(request_id, FinishReason.ERROR, message)
 
     def fail_all(self, message: str) -> None:
-        for request_id in [*self._queue, *self._slot_of]:
+        for request_id in [*self._queue, *self._holders]:
             self.fail(request_id, message)
 
     def abort_all(self) -> None:
-        for request_id in [*self._queue, *self._slot_of]:
+        for request_id in [*self._queue, *self._holders]:
             self.abort(request_id)
 
     def expire(self, now: float) -> None:
@@ -114,13 +112,13 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """The next step, or None when there is nothing to compute before a commit or an add."""
-        preemptions = self._preemptions
+        preemptions = self._holders.preemptions
         slots = self._with_pages()
         pending = self._pending(slots)
         # Newcomers would take the pages that somebody has just been preempted for.
-        if len(slots) == len(self._running) and preemptions == self._preemptions:
+        if len(slots) == len(self._holders.running) and preemptions == self._holders.preemptions:
             self._admit(pending)
-            slots = self._running
+            slots = self._holders.running
             pending = self._pending(slots)
         # Decodes first, so that a long prompt's chunks take only what the budget leaves.
         order = np.argsort(pending != 1, kind="stable")
@@ -164,7 +162,7 @@ class Scheduler:
 
         A row whose page could not be had waits for the next step.
         """
-        table, running = self.table, self._running
+        table, running = self.table, self._holders.running
         end = table.computed[running] + self._pending(running)
         full = running[end > table.num_pages[running] * self.limits.page_size]
         if not len(full):
@@ -174,18 +172,16 @@ class Scheduler:
         count = min(len(full), self.kv.available)
         self.kv.grow(full[:count])
         if count == len(full):
-            return self._running
-        return self._running[~np.isin(self._running, full[count:])]
+            return self._holders.running
+        return self._holders.running[~np.isin(self._holders.running, full[count:])]
 
     def _make_room(self, full: I64) -> I64:
         """Preempts until each of `full` can have a page; returns those left, best claim first.
 
         A victim that a launched step contains gives its pages back a step later.
         """
-        table = self.table
-        claims = self._running[
-            np.lexsort((table.arrival[self._running], table.priority[self._running]))
-        ]
+        table, running = self.table, self._holders.running
+        claims = running[np.lexsort((table.arrival[running], table.priority[running]))]
         full = claims[np.isin(claims, full)]
         while True:
             leaving = table.leaving
@@ -196,45 +192,20 @@ class Scheduler:
                 return full
             victim, claims = claims[-1], claims[:-1]
             full = full[full != victim]
-            self._preempt(int(victim))
-
-    def _preempt(self, slot: int) -> None:
-        self._preemptions += 1
-        self._expected.preempted()
-        self._running = self._running[self._running != slot]
-        self.table.leaving[slot] = True
-        if not self.table.in_flight[slot]:
-            self._requeue(slot)
-
-    def _requeue(self, slot: int) -> None:
-        """Queues a preempted request with its tokens so far, all of which have come."""
-        table = self.table
-        entry = table.entries[slot]
-        assert entry is not None
-        assert table.known[slot] == table.length[slot]
-        entry.tokens = table.tokens[slot, : table.known[slot]].copy()
-        del self._slot_of[entry.request.id]
-        self.kv.release(slot)
-        table.release(slot)
-        self._admission.enqueue(entry)
+            self._holders.preempt(int(victim))
 
     def _admit(self, pending: I64) -> None:
         budget = self._budget(pending) - int(pending.sum())
-        running = self._running
-        admitted = self._admission.admit(running, running[pending > 1], budget)
-        for slot in admitted:
-            self._slot_of[int(self.table.ids[slot])] = slot
-        if admitted:
-            self._running = np.concatenate([running, np.array(admitted, np.int64)])
+        running = self._holders.running
+        self._holders.enter(self._admission.admit(running, running[pending > 1], budget))
 
     def commit(self, plan: StepPlan, tokens: I32, logprobs: Logprobs | None = None) -> StepOutput:
         """Takes the tokens of the oldest launched step, int32[S], and tells what came of them."""
         oldest = self._launched.popleft()
         assert plan is oldest, "steps are committed in the order of their launch"
         table = self.table
-        table.in_flight[plan.slots] -= 1
         self.kv.settle(plan.step)
-        self._retire(plan.slots[table.finished[plan.slots]])
+        self._holders.retire_landed(plan.slots)
         slots = plan.slots[plan.sampled]
         live = table.ids[slots] >= 0
         live &= ~table.finished[slots]
@@ -258,15 +229,13 @@ class Scheduler:
         )
         self._generation_tokens += len(slots)
         if finish.any():
-            self._finish(slots[finish != 0])
-        left = plan.slots[table.leaving[plan.slots] & ~table.finished[plan.slots]]
-        for slot in left[table.in_flight[left] == 0].tolist():
-            self._requeue(slot)
+            self._holders.finish(slots[finish != 0])
+        self._holders.requeue_landed(plan.slots)
         return self._endings.add_to(output)
 
     def _running_of(self, logprobs: Logprobs) -> Logprobs | None:
         """Without those of requests that have ended."""
-        keep = np.isin(logprobs.ids, list(self._slot_of))
+        keep = np.isin(logprobs.ids, list(self._holders))
         return logprobs.of(keep) if keep.any() else None
 
     def drain(self) -> StepOutput | None:
@@ -276,29 +245,7 @@ class Scheduler:
     def _end(self, request_id: int, reason: FinishReason, message: str | None = None) -> None:
         self._endings.note(request_id, reason, message)
         if not self._queue.remove(request_id):
-            slot = self._slot_of.get(request_id)
-            if slot is not None:
-                self._finish(np.array([slot]))
-
-    def _finish(self, slots: I64 | I32) -> None:
-        """No step will contain these slots again; those that no launched step contains retire."""
-        table = self.table
-        table.finished[slots] = True
-        for request_id in table.ids[slots].tolist():
-            del self._slot_of[request_id]
-        self._running = self._running[~table.finished[self._running]]
-        self._retire(slots)
-
-    def _retire(self, slots: I64 | I32) -> None:
-        """Takes back slot and pages of finished requests that no launched step contains."""
-        table = self.table
-        for slot in slots[table.in_flight[slots] == 0].tolist():
-            entry = table.entries[slot]
-            assert entry is not None
-            self._expected.observe(float(table.known[slot] - table.prompt_len[slot]))
-            self._admission.leave(entry)
-            self.kv.release(slot)
-            table.release(slot)
+            self._holders.end(request_id)
 
     def flush_cache(self) -> None:
         """Returns every cached page that no running request reads to the pool."""
@@ -306,7 +253,7 @@ class Scheduler:
 
     def stats(self) -> EngineStats:
         return EngineStats(
-            running=len(self._slot_of),
+            running=len(self._holders),
             waiting=len(self._queue),
             free_slots=self.table.num_free,
             free_pages=self.kv.available,
@@ -315,7 +262,7 @@ class Scheduler:
             prompt_tokens=self._admission.prompt_tokens,
             generation_tokens=self._generation_tokens,
             prefix_hit_tokens=self._admission.prefix_hit_tokens,
-            preemptions=self._preemptions,
+            preemptions=self._holders.preemptions,
             integrity_checks=self._checks,
             integrity_failures=self._failures,
         )
@@ -331,11 +278,5 @@ class Scheduler:
 
     def _check_books(self) -> None:
         self.kv.check()
-        launched = [plan.slots for plan in self._launched]
-        rows = np.concatenate([np.empty(0, np.int32), *launched])
-        counts = np.bincount(rows, minlength=len(self.table.ids))
-        assert np.array_equal(counts, self.table.in_flight), "in_flight counts differ from plans"
-        leaving = np.flatnonzero(self.table.leaving & ~self.table.finished)
-        slots = [*self._running.tolist(), *leaving.tolist()]
-        assert sorted(slots) == sorted(self._slot_of.values()), "running requests and slots differ"
-        assert not any(request_id in self._queue for request_id in self._slot_of)
+        self._holders.check(self._launched)
+        assert not any(request_id in self._queue for request_id in self._holders)
