@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
@@ -38,6 +39,18 @@ class ProxyState(Protocol):
     ignored: IgnoredParameters
 
 
+@dataclass(slots=True)
+class Running:
+    """A parsed request on its way. `streams` are those that end with it, filled at admission;
+    `headers` are the answer's own; `gone` ends when the client has gone."""
+
+    exchange: Exchange
+    job: Job
+    headers: Headers
+    gone: asyncio.Future[None]
+    streams: list[Stream] = field(default_factory=list)
+
+
 class GenerateEndpoint:
     """Answers POSTs whose bodies `parse` understands."""
 
@@ -54,34 +67,27 @@ class GenerateEndpoint:
         job = await served.templates.prepare(self._parse(body, model, self._settings))
         headers = self._state.ignored.headers(job.ignored)
         gone = asyncio.ensure_future(_wait_disconnect(exchange.receive))
-        streams: list[Stream] = []
+        running = Running(exchange, job, headers, gone)
         try:
-            await _admit(served.session, job, gone, streams)
-            await self._respond(exchange, job, streams, headers, gone)
+            await _admit(served.session, running)
+            await self._respond(running)
         finally:
             gone.cancel()
-            for stream in streams:
+            for stream in running.streams:
                 stream.on_news = None
                 stream.close()
 
     def _answer(self, job: Job, streams: list[Stream]) -> AnswerLike:
         return Answer(job, streams)
 
-    async def _respond(
-        self,
-        exchange: Exchange,
-        job: Job,
-        streams: list[Stream],
-        headers: Headers,
-        gone: asyncio.Future[None],
-    ) -> None:
-        answer = self._answer(job, streams)
-        if job.stream:
+    async def _respond(self, running: Running) -> None:
+        answer = self._answer(running.job, running.streams)
+        if running.job.stream:
             keep_alive = self._settings.sse_keep_alive
-            events = EventStream(exchange, job, answer, headers, keep_alive)
-            await _answer_events(exchange, answer, events, gone)
+            events = EventStream(running.exchange, running.job, answer, running.headers, keep_alive)
+            await _answer_events(running, answer, events)
         else:
-            await _answer_whole(exchange, job, answer, streams, headers, gone)
+            await _answer_whole(running, answer)
 
 
 async def _wait_disconnect(receive: Receive) -> None:
@@ -90,10 +96,9 @@ async def _wait_disconnect(receive: Receive) -> None:
         pass
 
 
-async def _admit(
-    session: SessionLike, job: Job, gone: asyncio.Future[None], streams: list[Stream]
-) -> None:
+async def _admit(session: SessionLike, running: Running) -> None:
     """Fills `streams` with the admitted requests. Raises the first refusal; ClientGone."""
+    job, gone = running.job, running.gone
     submitting = asyncio.ensure_future(session.submit(job.submissions))
     try:
         await asyncio.wait((submitting, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -103,7 +108,7 @@ async def _admit(
     if not submitting.done():
         raise ClientGone
     outcomes = submitting.result()
-    streams.extend(outcome for outcome in outcomes if not isinstance(outcome, TridentError))
+    running.streams += [each for each in outcomes if not isinstance(each, TridentError)]
     for outcome in outcomes:
         if isinstance(outcome, TridentError):
             raise job.localized(outcome)
@@ -111,26 +116,21 @@ async def _admit(
         raise ClientGone
 
 
-async def _answer_events(
-    exchange: Exchange,
-    answer: AnswerLike,
-    events: EventStream,
-    gone: asyncio.Future[None],
-) -> None:
+async def _answer_events(running: Running, answer: AnswerLike, events: EventStream) -> None:
     events.begin()
     try:
-        await asyncio.wait((events.over, gone), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((events.over, running.gone), return_when=asyncio.FIRST_COMPLETED)
         if not events.over.done():
             raise ClientGone
         events.over.result()
     except asyncio.CancelledError:
         if not events.begun:
             raise
-        await _end_broken(exchange, answer, EngineDown(SHUTDOWN))
+        await _end_broken(running.exchange, answer, EngineDown(SHUTDOWN))
     except TridentError as error:
         if not events.begun:
             raise
-        await _end_broken(exchange, answer, error)
+        await _end_broken(running.exchange, answer, error)
     finally:
         events.close()
 
@@ -142,16 +142,9 @@ async def _end_broken(exchange: Exchange, answer: AnswerLike, error: TridentErro
     )
 
 
-async def _answer_whole(
-    exchange: Exchange,
-    job: Job,
-    answer: AnswerLike,
-    streams: list[Stream],
-    headers: Headers,
-    gone: asyncio.Future[None],
-) -> None:
+async def _answer_whole(running: Running, answer: AnswerLike) -> None:
     over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    unfinished = set(streams)
+    exchange, unfinished = running.exchange, set(running.streams)
 
     def news(stream: Stream) -> None:
         if exchange.ttft is None:
@@ -159,20 +152,20 @@ async def _answer_whole(
         if stream.end is None or over.done():
             return
         unfinished.discard(stream)
-        error = job.error_of(stream.end)
+        error = running.job.error_of(stream.end)
         if error is not None:
             over.set_exception(error)
         elif not unfinished:
             over.set_result(None)
 
-    for stream in streams:
+    for stream in running.streams:
         stream.on_news = partial(news, stream)
         if stream.end is not None:
             news(stream)
-    await asyncio.wait((over, gone), return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait((over, running.gone), return_when=asyncio.FIRST_COMPLETED)
     if not over.done():
         raise ClientGone
     over.result()
     body = answer.whole()
     exchange.count(answer.usage())
-    await exchange.reply(body, headers)
+    await exchange.reply(body, running.headers)

@@ -10,8 +10,7 @@ from typing import Any
 import orjson
 from fastapi import APIRouter, Request
 
-from openai_proxy.exchange import Exchange, Headers
-from openai_proxy.generate import GenerateEndpoint, ProxyState
+from openai_proxy.generate import GenerateEndpoint, ProxyState, Running
 from openai_proxy.protocol import Job
 from openai_proxy.responses.answer import ResponseAnswer
 from openai_proxy.responses.request import ResponseSpec, parse_response
@@ -39,28 +38,22 @@ class ResponsesEndpoint(GenerateEndpoint):
         assert isinstance(job.context, ResponseSpec), "parse_response gives it"
         return ResponseAnswer(job, job.context, streams, self._store)
 
-    async def _respond(
-        self,
-        exchange: Exchange,
-        job: Job,
-        streams: list[Stream],
-        headers: Headers,
-        gone: asyncio.Future[None],
-    ) -> None:
+    async def _respond(self, running: Running) -> None:
+        job = running.job
         spec = job.context
         assert isinstance(spec, ResponseSpec), "parse_response gives it"
         if not spec.background:
-            await super()._respond(exchange, job, streams, headers, gone)
+            await super()._respond(running)
             return
-        answer = self._answer(job, streams)
-        [stream] = streams
-        streams.clear()  # it is not this request's any more
+        answer = self._answer(job, running.streams)
+        [stream] = running.streams
+        running.streams.clear()  # it is not this request's any more
         response = answer.response("in_progress")
         self._store.put(response, spec.messages, stream.close)
         task = asyncio.get_running_loop().create_task(self._generate(job, stream, answer))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        await exchange.reply(orjson.dumps(response), headers)
+        await running.exchange.reply(orjson.dumps(response), running.headers)
 
     async def _generate(self, job: Job, stream: Stream, answer: ResponseAnswer) -> None:
         try:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 
 import httpx
@@ -46,3 +47,10 @@ def http(proxy: Proxy) -> Iterator[httpx.Client]:
 def client(proxy: Proxy) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{proxy.url}/v1", api_key="unused", max_retries=0) as client:
         yield client
+
+
+@pytest.fixture
+def port() -> int:
+    """One where nobody listens."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
@@ -14,6 +11,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from openai_proxy.catalogue import Catalogue, FixedCatalogue, open_catalogue
 from openai_proxy.settings import EngineNames, ProxySettings
+from tests.proxy.faketriton import serving
 
 FIRST = EngineNames("engine", "submit", "tokenizer")
 SECOND = EngineNames("b_engine", "b_submit", "b_tokenizer")
@@ -48,24 +46,6 @@ class FakeRepository(service_pb2_grpc.GRPCInferenceServiceServicer):
             elif request.name == names.engine:
                 answer.config.parameters["tridentlm_role"].string_value = "engine"
         return answer
-
-
-@asynccontextmanager
-async def serving(port: int, repository: FakeRepository) -> AsyncIterator[None]:
-    server = grpc.aio.server()
-    service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(repository, server)
-    server.add_insecure_port(f"127.0.0.1:{port}")
-    await server.start()
-    try:
-        yield
-    finally:
-        await server.stop(0)
-
-
-@pytest.fixture
-def port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 def test_engines_are_found_by_the_ensembles_that_lead_to_them(port: int) -> None:

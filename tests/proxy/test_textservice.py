@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -15,6 +14,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from openai_proxy.settings import ProxySettings
 from openai_proxy.textservice import TextService
+from tests.proxy.faketriton import serving
 from tridentlm.errors import EngineDown, InternalError, InvalidRequest, TridentError
 from tridentlm_client.wire import pack_strings
 
@@ -37,25 +37,6 @@ class FakeTokenizer(service_pb2_grpc.GRPCInferenceServiceServicer):
 
 
 @asynccontextmanager
-async def serving(port: int, reply: Callable[[], Any]) -> AsyncIterator[FakeTokenizer]:
-    tokenizer = FakeTokenizer(reply)
-    server = grpc.aio.server()
-    service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(tokenizer, server)
-    server.add_insecure_port(f"127.0.0.1:{port}")
-    await server.start()
-    try:
-        yield tokenizer
-    finally:
-        await server.stop(0)
-
-
-@pytest.fixture
-def port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
-
-
-@asynccontextmanager
 async def service(port: int) -> AsyncIterator[TextService]:
     text = TextService(ProxySettings(triton=f"127.0.0.1:{port}", tokenizer_model="tok"))
     try:
@@ -66,7 +47,10 @@ async def service(port: int) -> AsyncIterator[TextService]:
 
 def test_a_question_names_its_operation_and_carries_json(port: int) -> None:
     async def run() -> None:
-        async with serving(port, lambda: {"tokens": [1]}) as tokenizer, service(port) as text:
+        async with (
+            serving(port, FakeTokenizer(lambda: {"tokens": [1]})) as tokenizer,
+            service(port) as text,
+        ):
             assert await text.ask("tokenize", {"prompt": "é"}) == {"tokens": [1]}
             [request] = tokenizer.asked
             assert request.model_name == "tok"
@@ -93,7 +77,7 @@ def test_errors_are_typed(
     port: int, reply: Any, expected: type[TridentError], param: str | None
 ) -> None:
     async def run() -> None:
-        async with serving(port, lambda: reply), service(port) as text:
+        async with serving(port, FakeTokenizer(lambda: reply)), service(port) as text:
             with pytest.raises(expected) as caught:
                 await text.ask("detokenize", {"tokens": [1]})
             assert caught.value.param == param
@@ -118,11 +102,11 @@ def test_it_answers_as_soon_as_triton_is_back(port: int) -> None:
             for _ in range(5):
                 with pytest.raises(EngineDown):
                     await text.ask("describe", {})
-            async with serving(port, lambda: {"x": 1}):
+            async with serving(port, FakeTokenizer(lambda: {"x": 1})):
                 assert await text.ask("describe", {}) == {"x": 1}
             with pytest.raises(EngineDown):
                 await text.ask("describe", {})
-            async with serving(port, lambda: {"x": 2}):
+            async with serving(port, FakeTokenizer(lambda: {"x": 2})):
                 assert await text.ask("describe", {}) == {"x": 2}
 
     asyncio.run(run())
