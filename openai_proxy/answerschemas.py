@@ -106,5 +106,7 @@ class ResponseObject(BaseModel):
 class GenerateResponse(BaseModel):
     model_name: str
     text_output: str
+    logprobs: dict[str, Any] | None = None
+    prompt_logprobs: list[dict[str, Any] | None] | None = None
     finish_reason: Literal["stop", "length"]
     usage: Usage

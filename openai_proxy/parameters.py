@@ -40,6 +40,7 @@ _zero = only(0)
 # Parameters of OpenAI, vLLM and SGLang that are not built: the values that ask for nothing. null
 # asks for nothing everywhere.
 OFF: dict[str, Callable[[Any], bool]] = {
+    "n": only(1),
     "best_of": only(1),
     "logprobs": _false,
     "top_logprobs": _zero,

@@ -4,6 +4,8 @@
                                            data: {"text_output": "", "finish_reason": "length",
                                                   "usage": {...}}
                                            data: [DONE]
+
+Log-probabilities are asked for and told as in a completion, beside the text of their event.
 """
 
 from __future__ import annotations
@@ -13,18 +15,24 @@ from typing import Any
 
 import orjson
 
-from openai_proxy import parameters, structured
+from openai_proxy import logprobs, parameters, structured
 from openai_proxy.answers import usage_of
 from openai_proxy.chunks import DONE
 from openai_proxy.errors import error_body
 from openai_proxy.generate import GenerateEndpoint, ProxyState
+from openai_proxy.logprobs import block_of, extras_of, prompt_logprobs_of
 from openai_proxy.protocol import Job
 from openai_proxy.settings import ProxySettings
 from openai_proxy.structured import wanted_of
 from tridentlm.errors import InvalidRequest, TridentError
 from tridentlm_client import Delta, Stream, Submission
 
-FIELDS = parameters.SAMPLING | structured.FIELDS | {"model", "text_input", "prompt", "stream"}
+FIELDS = (
+    parameters.SAMPLING
+    | structured.FIELDS
+    | logprobs.COMPLETION_FIELDS
+    | {"model", "text_input", "prompt", "stream"}
+)
 
 
 def parse_generate(body: Mapping[str, Any], model: str, settings: ProxySettings) -> Job:
@@ -33,13 +41,15 @@ def parse_generate(body: Mapping[str, Any], model: str, settings: ProxySettings)
     name = "prompt" if body.get("text_input") is None else "text_input"
     if not isinstance(body.get(name), str):
         raise InvalidRequest("text_input must be a string.", param="text_input")
-    sampling = parameters.sampling_of(body, None, settings.timeout)
+    stream = body.get("stream") is None or parameters.flag(body, "stream")
+    told = logprobs.completion_sampling({**body, "stream": stream})
+    sampling = parameters.sampling_of(body, None, settings.timeout, told)
     return Job(
         chat=False,
         model=model,
         submissions=[Submission(prompt=body[name], sampling=sampling)],
         n=1,
-        stream=body.get("stream") is None or parameters.flag(body, "stream"),
+        stream=stream,
         include_usage=True,
         continuous_usage=False,
         timeout=sampling.get("timeout"),
@@ -53,14 +63,20 @@ class _Choice:
     def __init__(self, stream: Stream) -> None:
         self.stream = stream
         self.completion_tokens = 0
+        self._held: list[Delta] = []
 
     def text(self, deltas: list[Delta]) -> bytes | None:
         self.completion_tokens += sum(delta.count for delta in deltas)
+        self._held += [delta for delta in deltas if delta.extra]
         text = "".join(delta.text for delta in deltas)
-        return _event({"text_output": text}) if text else None
+        return _event({"text_output": text, **self._told()}) if text else None
 
     def finish(self) -> bytes:
-        return _event({"text_output": "", **_end_of(self.stream)})
+        return _event({"text_output": "", **self._told(), **_end_of(self.stream)})
+
+    def _told(self) -> dict[str, Any]:
+        held, self._held = self._held, []
+        return _told_in(held)
 
 
 class GenerateAnswer:
@@ -79,8 +95,12 @@ class GenerateAnswer:
 
     def whole(self) -> bytes:
         stream = self.choices[0].stream
-        text = "".join(delta.text for delta in stream.take())
-        return orjson.dumps({"model_name": self._job.model, "text_output": text, **_end_of(stream)})
+        deltas = stream.take()
+        answer = {
+            "model_name": self._job.model,
+            "text_output": "".join(delta.text for delta in deltas),
+        }
+        return orjson.dumps({**answer, **_told_in(deltas), **_end_of(stream)})
 
     def usage(self) -> dict[str, Any]:
         return usage_of([choice.stream for choice in self.choices], 1)
@@ -92,6 +112,16 @@ class RawGenerateEndpoint(GenerateEndpoint):
 
     def _answer(self, job: Job, streams: list[Stream]) -> GenerateAnswer:
         return GenerateAnswer(job, streams)
+
+
+def _told_in(deltas: Sequence[Delta]) -> dict[str, Any]:
+    """The log-probabilities that the deltas carry."""
+    told: dict[str, Any] = {}
+    if entries := extras_of(deltas, "logprobs"):
+        told["logprobs"] = block_of(entries, chat=False)
+    if entries := extras_of(deltas, "prompt_logprobs"):
+        told["prompt_logprobs"] = prompt_logprobs_of(entries)
+    return told
 
 
 def _end_of(stream: Stream) -> dict[str, Any]:

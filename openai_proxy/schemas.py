@@ -207,4 +207,7 @@ class ResponseRequest(BaseModel):
 class GenerateRequest(_Sampling):
     text_input: str | None = Field(None, description="The prompt; `prompt` is the same.")
     prompt: str | None = None
+    n: int = Field(1, ge=1, le=1)
+    logprobs: int | None = Field(None, ge=0, le=20)
+    echo: bool = Field(False, description="The text begins with the prompt's.")
     stream: bool = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import httpx
@@ -171,6 +172,32 @@ def test_echo_is_the_engines(client: openai.OpenAI, session: FakeSession) -> Non
     assert (answer.logprobs.top_logprobs or [{}])[0] is None
 
 
+def test_generate_tells_what_a_completion_tells_streamed_and_not(
+    client: openai.OpenAI, http: httpx.Client, session: FakeSession
+) -> None:
+    choice = client.completions.create(model=MODEL, prompt="x", logprobs=2).choices[0]
+    assert choice.logprobs is not None
+    expected = choice.logprobs.model_dump()
+    asked = {"text_input": "x", "logprobs": 2}
+    whole = http.post("/generate", json={**asked, "stream": False}).json()
+    assert session.submissions[-1].sampling == {"logprobs": 2}
+    assert (whole["text_output"], whole["logprobs"]) == (choice.text, expected)
+    lines = http.post("/generate", json=asked).text.splitlines()
+    events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    assert [len(event["logprobs"]["tokens"]) for event in events] == [1, 2, 1]
+    for name, values in expected.items():
+        assert [value for event in events for value in event["logprobs"][name]] == values
+
+
+def test_generate_tells_of_the_prompt(http: httpx.Client, session: FakeSession) -> None:
+    steps = [told("Hello", HELLO, prompt=[FIRST, SECOND]), ended()]
+    session.reply = lambda submission: Reply(steps=steps)
+    body = {"text_input": "x", "stream": False, "echo": True, "prompt_logprobs": 1}
+    answer = http.post("/generate", json=body).json()
+    assert session.submissions[-1].sampling == {"echo": True, "prompt_logprobs": 1}
+    assert [top and list(top) for top in answer["prompt_logprobs"]] == [None, ["5", "6"]]
+
+
 OPTIONS = {
     "min_tokens": 3,
     "include_stop_str_in_output": True,
@@ -233,9 +260,10 @@ BAD: list[tuple[str, str, Any, dict[str, Any]]] = [
     (COMPLETIONS, "echo", "yes", {}),
     (COMPLETIONS, "max_tokens", 0, {}),
     (COMPLETIONS, "prompt_logprobs", 1, {"stream": True}),
-    ("/generate", "logprobs", 1, {}),
+    ("/generate", "logprobs", 21, {}),
+    ("/generate", "logprobs", True, {}),
     ("/generate", "prompt_logprobs", 1, {}),
-    ("/generate", "echo", True, {}),
+    ("/generate", "top_logprobs", 2, {"logprobs": 2}),
 ]
 
 

@@ -49,9 +49,10 @@ def test_generate_answers_whole_when_asked(http: httpx.Client) -> None:
 def test_generate_has_errors_of_the_one_shape(http: httpx.Client, session: FakeSession) -> None:
     assert http.post("/generate", json={}).json()["error"]["param"] == "text_input"
     body = {"text_input": "x"}
-    assert http.post("/generate", json=body | {"n": 2}).status_code == 200
-    refused = http.post("/generate", json=body | {"logprobs": 2})
-    assert refused.json()["error"]["param"] == "logprobs"
+    assert http.post("/generate", json=body | {"n": 1}).status_code == 200
+    for name, value in (("n", 2), ("top_logprobs", 2), ("best_of", 2)):
+        refused = http.post("/generate", json=body | {name: value})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, name)
     session.reply = lambda s: Reply(refusal=Overloaded("full"))
     assert http.post("/generate", json=body).status_code == 503
     failure = End.from_error(InternalError("broke"))

@@ -293,6 +293,7 @@ def test_a_disconnect_aborts_it(http: httpx.Client, session: FakeSession, stream
         ({"input": "x", "tools": [{"type": "web_search"}]}, "tools[0]"),
         ({"input": "x", "tool_choice": "required"}, "tool_choice"),
         ({"input": "x", "logprobs": True}, "logprobs"),
+        ({"input": "x", "n": 2}, "n"),
     ],
 )
 def test_what_cannot_be_done_is_named(
