@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 
 from tests.models.conftest import PAGE, PAGES, Reference
 from tests.models.plans import Chunk, PlanMaker
 from tests.models.test_sampling import plan
+from tridentlm.backends.torch import TorchOps
 from tridentlm.config import EngineSettings
 from tridentlm.core.plan import FROM_DEVICE
 from tridentlm.models.fp8 import Fp8Linear, held_bytes, quantize_rows
@@ -78,7 +78,7 @@ def test_fp8_products_are_those_of_a_cpu() -> None:
                 None if input_scale is None else input_scale.to(device),
                 bias.bfloat16().to(device),
                 torch.bfloat16,
-                F.linear,
+                TorchOps(),
             )
             answers.append(layer(x.bfloat16().to(device)).float().cpu())
         torch.testing.assert_close(*answers, atol=0.1, rtol=0.02)

@@ -15,13 +15,14 @@ from safetensors.torch import load_file, save_file
 from tests.factory import make_tiny_model
 from tests.models.conftest import PAGE, PAGES, Engine, load
 from tests.models.plans import Chunk, PlanMaker
+from tridentlm.backends.torch import TorchOps
 from tridentlm.config import EngineSettings
 from tridentlm.errors import InvalidRequest
 from tridentlm.hub import ModelFiles
 from tridentlm.models import loading
 from tridentlm.models.checkpoint import SafetensorsFolder
 from tridentlm.models.config import ModelConfig
-from tridentlm.models.fp8 import E4M3, Fp8Linear, quantize_rows, scaled_product
+from tridentlm.models.fp8 import E4M3, Fp8Linear, quantize_rows, round_rows, scaled_product
 from tridentlm.models.quant import Quantization
 from tridentlm.models.shard import Shard
 from tridentlm.runner import ModelRunner
@@ -302,7 +303,7 @@ def test_the_product_rounds_rows_and_sums_them_exactly(static: bool) -> None:
     x[2] = 0
     values, scale = quantize_rows(weight)
     input_scale = torch.tensor([x.abs().max() / 600]) if static else None
-    layer = Fp8Linear(values, scale, input_scale, bias, torch.float32, torch.nn.functional.linear)
+    layer = Fp8Linear(values, scale, input_scale, bias, torch.float32, TorchOps())
     scales = x.abs().amax(1, keepdim=True).clamp(min=1e-12) / 448 if not static else input_scale
     rows = (x / scales).clamp(-448, 448).to(E4M3).double() * scales
     exact = rows @ (values.double() * scale[:, None]).T + bias
@@ -314,9 +315,9 @@ def test_the_fused_product_gives_the_same_numbers() -> None:
     """The call that CUDA devices are given, on a CPU: layouts and scales, not its kernels."""
     generator = torch.Generator().manual_seed(2)
     weight, x = (torch.randn(n, generator=generator) for n in ((48, 64), (5, 64)))
-    (values, scale), (rows, scales) = quantize_rows(weight), quantize_rows(x)
-    y = scaled_product(rows, scales[:, None], values, scale, torch.float32)
-    exact = (rows.double() * scales[:, None]) @ (values.double() * scale[:, None]).T
+    (values, scale), rows = quantize_rows(weight), round_rows(x, None)
+    y = scaled_product(rows, values, scale, torch.float32)
+    exact = (rows.values.double() * rows.scales) @ (values.double() * scale[:, None]).T
     torch.testing.assert_close(y, exact.float(), atol=0.1, rtol=0.01)
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import mmap
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -59,8 +60,19 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     return torch.frombuffer(data, dtype=dtype).view(shape)
 
 
+@dataclass(frozen=True, slots=True)
+class Rounded:
+    """FP8 numbers that stand for values * scales: values e4m3 [T, n], scales float32 [T, 1]."""
+
+    values: torch.Tensor
+    scales: torch.Tensor
+
+
 class Ops(Protocol):
-    """The decoder's element-wise operations. Each may overwrite its inputs, weights excepted."""
+    """The decoder's products and element-wise operations.
+
+    Each may overwrite its inputs, weights excepted.
+    """
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """Root mean square norm of x [T, n] over the last dimension (Zhang and Sennrich, 2019)."""
@@ -80,6 +92,19 @@ class Ops(Protocol):
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """silu(gate) * up for gate_up [T, 2 * n], gate first. Returns [T, n]."""
+        ...
+
+    def round_rows(self, x: torch.Tensor, input_scale: torch.Tensor | None) -> Rounded:
+        """x [T, n] in FP8: by input_scale, float32 [1], or by a scale of its own for each row."""
+        ...
+
+    def scaled_linear(
+        self, x: Rounded, weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """x @ (weight * scale).T for weight e4m3 [out, in], scale float32 [out].
+
+        On a device that multiplies e4m3 numbers of these sizes. Returns [T, out] in `dtype`.
+        """
         ...
 
 

@@ -21,11 +21,13 @@ import torch
 import torch.nn.functional as F
 from flashinfer.decode import xqa_batch_decode_with_kv_cache
 
-from tridentlm.backends.base import KVCache
+from tridentlm.backends import fp8_kernels
+from tridentlm.backends.base import KVCache, Rounded
 from tridentlm.backends.kernels import INPUT_BLOCK, rope_store, vector_product
 from tridentlm.core.plan import F32, I32
 from tridentlm.errors import InvalidRequest
 from tridentlm.models.config import ModelConfig
+from tridentlm.models.fp8 import scaled_product
 from tridentlm.models.rotary import rotary_table
 
 logger = logging.getLogger(__name__)
@@ -63,6 +65,16 @@ class FlashInferOps:
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         product: torch.Tensor = flashinfer.silu_and_mul(gate_up)
         return product
+
+    def round_rows(self, x: torch.Tensor, input_scale: torch.Tensor | None) -> Rounded:
+        return fp8_kernels.round_rows(x, input_scale)
+
+    def scaled_linear(
+        self, x: Rounded, weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor:
+        if len(x.values) == 1 and weight.shape[1] % fp8_kernels.INPUT_BLOCK == 0:
+            return fp8_kernels.scaled_vector_product(x, weight, scale, dtype)
+        return scaled_product(x, weight, scale, dtype)
 
 
 def unsupported(config: ModelConfig, dtype: torch.dtype) -> str:

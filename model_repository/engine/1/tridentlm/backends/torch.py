@@ -16,8 +16,9 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
-from tridentlm.backends.base import KVCache
+from tridentlm.backends.base import KVCache, Rounded
 from tridentlm.core.plan import I32, StepPlan
+from tridentlm.models.fp8 import round_rows, scaled_product
 from tridentlm.models.rotary import rotary_frequencies
 
 GROUP_TOKENS = 16384
@@ -49,6 +50,14 @@ class TorchOps:
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         gate, up = gate_up.chunk(2, -1)
         return F.silu(gate).mul_(up)
+
+    def round_rows(self, x: torch.Tensor, input_scale: torch.Tensor | None) -> Rounded:
+        return round_rows(x, input_scale)
+
+    def scaled_linear(
+        self, x: Rounded, weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor:
+        return scaled_product(x, weight, scale, dtype)
 
 
 class TorchBackend:

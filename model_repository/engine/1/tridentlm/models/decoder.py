@@ -92,7 +92,7 @@ class _Layer:
             bias = weights.pop(f"layers.{index}.{name}.bias", None)
             if name == "output" and not group.is_leader:
                 bias = None  # the sum over ranks holds it once
-            return make_linear(weights, f"layers.{index}.{name}.", bias, dtype, ops.linear)
+            return make_linear(weights, f"layers.{index}.{name}.", bias, dtype, ops)
 
         self._index, self._ops, self._group = index, ops, group
         self._eps = config.rms_norm_eps
