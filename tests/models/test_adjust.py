@@ -11,7 +11,9 @@ import numpy.typing as npt
 import pytest
 import torch
 
+from tests.core.driver import make_limits
 from tests.models.test_sampling import LOGITS, chi_square, filtered, plan
+from tridentlm import adjust
 from tridentlm.adjust import LogitAdjuster
 from tridentlm.core.extras import Newcomer, Penalties, StepExtras
 from tridentlm.core.plan import StepPlan
@@ -20,6 +22,7 @@ from tridentlm.sampling import sample
 CPU = torch.device("cpu")
 NONE = np.zeros(0, np.int32)
 VOCAB = len(LOGITS)
+LIMITS = make_limits(max_running=41, max_model_len=128, vocab_size=VOCAB)
 
 
 @dataclass(frozen=True)
@@ -106,14 +109,14 @@ def test_logits_are_changed_as_defined_whatever_the_neighbours_ask() -> None:
     logits = torch.tensor([LOGITS] * len(CASES))
     before = logits.clone()
     slots = [9, 0, 3, 1, 2, 8, 5, 4, 7]
-    changed = LogitAdjuster(CPU).adjust(logits, step(CASES, slots))
+    changed = LogitAdjuster(CPU, LIMITS).adjust(logits, step(CASES, slots))
     assert torch.equal(logits, before), "the model's logits stay for log-probabilities"
     for row, case in zip(changed.numpy(), CASES, strict=True):
         np.testing.assert_allclose(row, expected(LOGITS, case), rtol=1e-6, atol=1e-5)
 
 
 def test_counts_follow_the_sampled_tokens_without_the_host() -> None:
-    adjuster, slots = LogitAdjuster(CPU), [2, 0]
+    adjuster, slots = LogitAdjuster(CPU, LIMITS), [2, 0]
     rows = [
         Asked(frequency=1.0, prompt=(0, 1), output=(4,)),
         Asked(presence=0.5, repetition=2.0, prompt=(6,)),
@@ -132,29 +135,27 @@ def test_counts_follow_the_sampled_tokens_without_the_host() -> None:
 
 
 def test_a_slots_next_request_does_not_inherit_counts() -> None:
-    adjuster = LogitAdjuster(CPU)
+    adjuster = LogitAdjuster(CPU, LIMITS)
     logits = torch.tensor([LOGITS])
     first = step([Asked(presence=2.0, repetition=3.0, prompt=(5, 6), output=(1, 2))], [3])
     adjuster.adjust(logits, first)
     adjuster.count(torch.tensor([8]), first)
     case = Asked(presence=2.0, repetition=3.0, prompt=(4,))
     longer = Asked(presence=1.0, prompt=[0] * 99)
-    adjuster.adjust(logits, step([longer], [40]))  # the state grows beside it
+    adjuster.adjust(logits, step([longer], [40]))
     changed = adjuster.adjust(logits, step([case], [3])).numpy()[0]
     np.testing.assert_allclose(changed, expected(LOGITS, case), rtol=1e-6)
 
 
-def test_nothing_is_allocated_until_somebody_has_a_penalty() -> None:
-    adjuster = LogitAdjuster(CPU)
-    assert not adjuster.adjusts(plan(2))
-    biased = step([Asked(bias={1: 1.0})], [0])
-    assert adjuster.adjusts(biased)
-    adjuster.adjust(torch.tensor([LOGITS]), biased)
-    adjuster.count(torch.tensor([1]), biased)
-    assert adjuster._output is None
-    adjuster.adjust(torch.tensor([LOGITS]), step([Asked(presence=1.0, prompt=(1,))], [2]))
-    assert adjuster._output is not None
-    assert len(adjuster._output) == 4, "a few slots, not all"
+@pytest.mark.parametrize("at_once", [1, 8, 20])
+def test_rows_are_changed_alike_however_many_are_looked_at_at_once(
+    at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adjust, "PLACES", at_once)
+    logits = torch.tensor([LOGITS] * len(CASES))
+    changed = LogitAdjuster(CPU, LIMITS).adjust(logits, step(CASES, range(len(CASES))))
+    for row, case in zip(changed.numpy(), CASES, strict=True):
+        np.testing.assert_allclose(row, expected(LOGITS, case), rtol=1e-6, atol=1e-5)
 
 
 def test_a_ban_holds_against_any_bias() -> None:
@@ -166,7 +167,9 @@ def test_a_ban_holds_against_any_bias() -> None:
         bias_tokens=int32([1, 1]),
         bias=real32([100.0, -np.inf]),
     )
-    changed = LogitAdjuster(CPU).adjust(torch.tensor([LOGITS]), replace(asked, extras=banned))
+    changed = LogitAdjuster(CPU, LIMITS).adjust(
+        torch.tensor([LOGITS]), replace(asked, extras=banned)
+    )
     assert changed[0, 1] == -torch.inf
     assert torch.isfinite(changed[0, 2:]).all()
 
@@ -180,7 +183,7 @@ def test_tokens_are_drawn_from_the_changed_logits(
 ) -> None:
     count = 20_000
     given = {"temperature": temperature, "min_p": min_p, "top_k": top_k, "top_p": top_p}
-    changed = LogitAdjuster(CPU).adjust(torch.tensor([LOGITS]), step([case], [0]))
+    changed = LogitAdjuster(CPU, LIMITS).adjust(torch.tensor([LOGITS]), step([case], [0]))
     asked = plan(count, np.arange(count) % 5, seeds=np.arange(count), **given)
     tokens = sample(changed.expand(count, -1), asked)
     observed = np.bincount(tokens.numpy(), minlength=VOCAB)

@@ -21,15 +21,25 @@ import torch
 
 from tridentlm.core.extras import I32, I64, U32, Newcomer, Penalties, StepExtras
 from tridentlm.core.plan import StepPlan
+from tridentlm.core.request import Limits
+
+PLACES = 1 << 22
+"""Tokens of rows with penalties that are looked at at once, padding included: about 150 MB."""
 
 
 class LogitAdjuster:
-    """Holds tokens and counts of the slots that have penalties; nothing until one has."""
+    """Holds tokens and counts of the slots that have penalties.
 
-    def __init__(self, device: torch.device) -> None:
+    All that it ever holds is allocated at once: a GPU's KV pool takes what is left, so the first
+    request with a penalty would find no memory. On a CPU memory is taken as it is used.
+    """
+
+    def __init__(self, device: torch.device, limits: Limits) -> None:
         self._device = device
-        self._tokens: torch.Tensor | None = None  # int32 [slots, tokens]: prompt and output
-        self._output: torch.Tensor | None = None  # int32 [slots, vocab]: times generated
+        slots, tokens = limits.max_running, limits.max_tokens_held
+        # A slot's rows are filled with its newcomer's tokens before anybody reads them.
+        self._tokens = torch.empty(slots, tokens, dtype=torch.int32, device=device)
+        self._output = torch.empty(slots, limits.vocab_size, dtype=torch.int32, device=device)
 
     def adjusts(self, plan: StepPlan) -> bool:
         """Whether a row of the plan asks for anything that changes its logits."""
@@ -57,8 +67,6 @@ class LogitAdjuster:
         penalties = None if plan.extras is None else plan.extras.penalties
         if penalties is None:
             return
-        assert self._tokens is not None, "adjust() goes before count()"
-        assert self._output is not None, "adjust() goes before count()"
         slots, sampled = self._to(penalties.slots), tokens[self._to(penalties.rows)]
         positions = self._to(plan.sample_positions[penalties.rows])
         self._tokens[slots, positions] = sampled.int()
@@ -78,49 +86,38 @@ class LogitAdjuster:
 
     def _penalize(self, logits: torch.Tensor, penalties: Penalties, positions: I64) -> None:
         """Changes the logits of each row's own tokens, of which there are few, and no others."""
-        width = int(positions.max())
-        tokens, output = self._state(int(penalties.slots.max()) + 1, width + 1, logits.shape[-1])
         for newcomer in penalties.newcomers:
-            self._enter(newcomer, tokens, output)
-        slots, rows = self._to(penalties.slots)[:, None], self._to(penalties.rows)[:, None]
-        ids = tokens[slots[:, 0], :width].long()
+            self._enter(newcomer)
+        at_once = max(1, PLACES // max(1, int(positions.max())))
+        for start in range(0, len(positions), at_once):
+            part = slice(start, start + at_once)
+            self._penalize_rows(logits, penalties, positions, part)
+
+    def _penalize_rows(
+        self, logits: torch.Tensor, penalties: Penalties, positions: I64, part: slice
+    ) -> None:
+        positions, width = positions[part], int(positions[part].max())
+        rows = self._to(penalties.rows[part])[:, None]
+        slots = self._to(penalties.slots[part])[:, None]
+        ids = self._tokens[slots[:, 0], :width].long()
         is_stale = torch.arange(width, device=self._device) >= self._to(positions)[:, None]
         ids = torch.where(is_stale, ids[:, :1], ids)  # a token twice gets the same value twice
-        values, counts = logits[rows, ids], output[slots, ids]
-        repetition = self._to(penalties.repetition)[:, None]
+        values, counts = logits[rows, ids], self._output[slots, ids]
+        repetition = self._to(penalties.repetition[part])[:, None]
         values = torch.where(values > 0, values / repetition, values * repetition)
-        values -= self._to(penalties.frequency)[:, None] * counts
-        values -= self._to(penalties.presence)[:, None] * (counts > 0)
+        values -= self._to(penalties.frequency[part])[:, None] * counts
+        values -= self._to(penalties.presence[part])[:, None] * (counts > 0)
         logits[rows, ids] = values
 
-    def _enter(self, newcomer: Newcomer, tokens: torch.Tensor, output: torch.Tensor) -> None:
+    def _enter(self, newcomer: Newcomer) -> None:
         slot, generated = newcomer.slot, self._to(newcomer.output)
         known = np.concatenate([newcomer.prompt, newcomer.output])
-        tokens[slot, : len(known)] = self._to(known)
-        output[slot] = 0
-        ones = output.new_ones(len(generated))
-        output[slot].index_put_((generated,), ones, accumulate=True)
-
-    def _state(self, slots: int, width: int, vocab: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens and counts with room for so many slots and tokens; slots begin at 0."""
-        if self._tokens is None or self._output is None:
-            self._tokens = torch.zeros(0, 0, dtype=torch.int32, device=self._device)
-            self._output = torch.zeros(0, vocab, dtype=torch.int32, device=self._device)
-        rows = max(len(self._tokens), 1 << (slots - 1).bit_length())
-        columns = max(self._tokens.shape[1], 1 << (width - 1).bit_length())
-        self._tokens = _grown(self._tokens, rows, columns)
-        self._output = _grown(self._output, rows, vocab)
-        return self._tokens, self._output
+        self._tokens[slot, : len(known)] = self._to(known)
+        self._output[slot] = 0
+        ones = self._output.new_ones(len(generated))
+        self._output[slot].index_put_((generated,), ones, accumulate=True)
 
     def _to(self, array: npt.NDArray[Any]) -> torch.Tensor:
         if array.dtype == np.int32:
             array = array.astype(np.int64)  # as indexes, all of them
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._device, non_blocking=True)
-
-
-def _grown(table: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    if table.shape == (rows, columns):
-        return table
-    larger = table.new_zeros(rows, columns)
-    larger[: len(table), : table.shape[1]] = table
-    return larger

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,10 @@ import torch
 
 from tridentlm.adjust import LogitAdjuster
 from tridentlm.backends.torch import TorchBackend
-from tridentlm.core.extras import Logprobs
+from tridentlm.core.extras import Logprobs, Measured, Newcomer, Penalties, StepExtras
+from tridentlm.core.params import MAX_LOGPROBS
 from tridentlm.core.plan import FROM_DEVICE, I32, StepPlan
+from tridentlm.core.request import Limits
 from tridentlm.logprobs import Table, measure, to_host
 from tridentlm.models.decoder import Decoder
 from tridentlm.sampling import sample
@@ -28,11 +31,11 @@ class TorchExecutor:
         collect k:   wait for k's copy
     """
 
-    def __init__(self, decoder: Decoder, backend: TorchBackend, max_running: int) -> None:
+    def __init__(self, decoder: Decoder, backend: TorchBackend, limits: Limits) -> None:
         self._decoder, self._backend = decoder, backend
         self._device = backend.device
-        self._last_token = torch.zeros(max_running, dtype=torch.int32, device=self._device)
-        self._adjuster = LogitAdjuster(self._device)
+        self._last_token = torch.zeros(limits.max_running, dtype=torch.int32, device=self._device)
+        self._adjuster = LogitAdjuster(self._device, limits)
 
     def launch(self, plan: StepPlan) -> PendingTokens:
         count = len(plan.sampled)
@@ -140,3 +143,31 @@ def profile_plan(tokens: int, longest: int, page_size: int, max_running: int) ->
         seeds=np.zeros(sampled, np.uint64),
         sample_positions=np.zeros(sampled, np.int64),
     )
+
+
+def with_all_extras(plan: StepPlan, limits: Limits) -> StepPlan:
+    """The plan when all of its rows ask for everything, at the end of the longest request."""
+    count, total = len(plan.sampled), plan.num_tokens
+    places = np.arange(total if total > count else 0, dtype=np.int32)  # all within prompts
+    rows, last = np.arange(count, dtype=np.int32), limits.max_tokens_held - 1
+    nothing, ones = np.zeros(count, np.float32), np.ones(count, np.float32)
+    prompt = np.zeros(last, np.int32)
+    newcomers = tuple(Newcomer(i, prompt, prompt[:0]) for i in range(count))
+    extras = StepExtras(
+        request_ids=np.zeros(count, np.int64),
+        bias_rows=rows,
+        bias_tokens=np.zeros(count, np.int32),
+        bias=nothing,
+        penalties=Penalties(rows, rows, ones, ones, ones, newcomers),
+        measured=Measured(
+            places=places,
+            targets=np.zeros_like(places),
+            rows=rows,
+            ids=np.zeros(len(places) + count, np.int64),
+            positions=np.zeros(len(places) + count, np.int64),
+            top=MAX_LOGPROBS,
+        ),
+        constrained=rows,
+        allowed=np.full((count, -(-limits.vocab_size // 32)), 0xFFFFFFFF, np.uint32),
+    )
+    return replace(plan, sample_positions=np.full(count, last, np.int64), extras=extras)

@@ -73,7 +73,7 @@ class CudaExecutor:
             limits.max_running + 1, dtype=torch.int32, device=self._device
         )
         self._spare_slot = limits.max_running
-        self._adjuster = LogitAdjuster(self._device)
+        self._adjuster = LogitAdjuster(self._device, limits)
         self._sizes = graph_sizes
         width = limits.pages_for(limits.max_tokens_held)
         self._decode_layout = decode_layout(max([1, *graph_sizes]), width)

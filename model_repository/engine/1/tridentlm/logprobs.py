@@ -8,7 +8,7 @@ by default and what transformers computes from the same prefix.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 
@@ -16,7 +16,7 @@ from tridentlm.core.extras import Logprobs, Measured
 from tridentlm.core.plan import StepPlan
 
 SLICE = 64
-"""Rows of a prompt whose logits are in memory at once."""
+"""Rows in memory at once, in float32; a prompt's logits are computed for them alone."""
 
 Table = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """tokens int32 [n, 1 + top], values float32 [n, 1 + top], ranks int32 [n]."""
@@ -35,12 +35,18 @@ def measure(
     is the last layer's output at the places in prompts, which `head` turns into logits.
     """
     measured = _measured_of(plan)
-    tables = list(_of_prompts(measured, prompt_hidden, head))
-    if len(measured.rows):
-        rows = torch.from_numpy(measured.rows).to(logits.device)
-        tables.append(of_rows(logits[rows], tokens[rows], measured.top))
-    tokens, values, ranks = (torch.cat(parts) for parts in zip(*tables, strict=True))
-    return tokens, values, ranks
+    targets, rows = (
+        torch.from_numpy(array).to(logits.device) for array in (measured.targets, measured.rows)
+    )
+    tables = []
+    for start in range(0, len(targets), SLICE):
+        part = slice(start, start + SLICE)
+        tables.append(of_rows(head(prompt_hidden[part]), targets[part], measured.top))
+    for start in range(0, len(rows), SLICE):
+        some = rows[start : start + SLICE]
+        tables.append(of_rows(logits[some], tokens[some], measured.top))
+    told, values, ranks = (torch.cat(parts) for parts in zip(*tables, strict=True))
+    return told, values, ranks
 
 
 def of_rows(logits: torch.Tensor, tokens: torch.Tensor, top: int) -> Table:
@@ -58,15 +64,6 @@ def to_host(plan: StepPlan, table: Table) -> Logprobs:
     measured = _measured_of(plan)
     tokens, values, ranks = (tensor.numpy() for tensor in table)
     return Logprobs(measured.ids, measured.positions, tokens, values, ranks)
-
-
-def _of_prompts(
-    measured: Measured, hidden: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor]
-) -> Iterator[Table]:
-    targets = torch.from_numpy(measured.targets).to(hidden.device)
-    for start in range(0, len(targets), SLICE):
-        end = start + SLICE
-        yield of_rows(head(hidden[start:end]), targets[start:end], measured.top)
 
 
 def _measured_of(plan: StepPlan) -> Measured:

@@ -14,7 +14,7 @@ from tridentlm.backends.torch import TorchBackend, TorchOps
 from tridentlm.config import EngineSettings
 from tridentlm.core.plan import StepPlan
 from tridentlm.core.request import Limits
-from tridentlm.eager import PendingTokens, TorchExecutor, profile_plan
+from tridentlm.eager import PendingTokens, TorchExecutor, profile_plan, with_all_extras
 from tridentlm.errors import InvalidRequest
 from tridentlm.hub import ModelFiles
 from tridentlm.memory import check_weights, measure_room, report, resolve_limits, step_budget
@@ -123,7 +123,7 @@ class ModelRunner:
         if self.backend == "torch":
             cache = KVCache(config, num_pages, page_size, self._kv_dtype, self._device)
             self._end_stage("cache")
-            return TorchExecutor(self._decoder, TorchBackend(cache), limits.max_running)
+            return TorchExecutor(self._decoder, TorchBackend(cache), limits)
         from tridentlm.backends.flashinfer import FlashInferBackend
         from tridentlm.graphs import CudaExecutor, batch_sizes
 
@@ -163,6 +163,7 @@ class ModelRunner:
         executor = self._make_executor(limits, pages, largest)
         for plan in plans:
             executor.launch(plan).collect()
+            executor.launch(with_all_extras(plan, limits)).collect()
         return (pages + 1) * KVCache.page_bytes(self._decoder.config, page_size, self._kv_dtype)
 
     def _warm_up(self) -> None:
@@ -172,6 +173,7 @@ class ModelRunner:
         rows = min(limits.max_step_tokens // row, limits.num_pages // limits.pages_for(row))
         plan = profile_plan(rows * row, row, limits.page_size, limits.max_running)
         self._executor.launch(plan).collect()
+        self._executor.launch(with_all_extras(plan, limits)).collect()
 
     def _open(self, settings: EngineSettings, files: ModelFiles) -> tuple[ModelConfig, Checkpoint]:
         is_dummy = settings.load_format == "dummy"
