@@ -26,7 +26,13 @@ CHANNEL_OPTIONS = [
     ("grpc.use_local_subchannel_pool", 1),
 ]
 
-UNAVAILABLE_TEXTS = ("not ready", "unavailable", "no available versions", "not healthy")
+UNAVAILABLE_TEXTS = (
+    "not ready",
+    "unavailable",
+    "no available versions",
+    "not healthy",
+    "server is stopping",
+)
 NO_SESSION = "no_session"
 
 _LENGTH = struct.Struct("<I")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import PATIENCE
 from tridentlm import hub
 from tridentlm.config import EngineSettings
 from tridentlm.errors import InvalidRequest, ModelNotFound
@@ -103,7 +104,7 @@ def test_the_lock_holds_across_processes_and_ends_with_its_holder(cache: Path) -
     assert not taken.wait(0.3)
     holder.kill()
     holder.communicate()
-    assert taken.wait(5)
+    assert taken.wait(PATIENCE)
     thread.join()
 
 

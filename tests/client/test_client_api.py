@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from fake_triton import STATUS, FakeTriton
 
+from tests.waiting import PATIENCE
 from tridentlm_client import AsyncClient, Client, EngineDown, InvalidRequest
 
 
@@ -36,9 +37,9 @@ def serving() -> Iterator[FakeTriton]:
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
     try:
-        asyncio.run_coroutine_threadsafe(server.start(), loop).result(10)
+        asyncio.run_coroutine_threadsafe(server.start(), loop).result(PATIENCE)
         yield server
-        asyncio.run_coroutine_threadsafe(server.stop(), loop).result(10)
+        asyncio.run_coroutine_threadsafe(server.stop(), loop).result(PATIENCE)
     finally:
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
@@ -141,8 +142,10 @@ def test_the_async_client_streams_generates_and_aborts() -> None:
             server.answer = lambda body: ["word "] * 5000
             async for _ in await client.stream("a"):
                 break
+            before = len(server.ops("submit"))
             waiting = asyncio.create_task(client.generate("b"))
-            await asyncio.sleep(0.05)
+            while len(server.ops("submit")) == before:
+                await asyncio.sleep(0.005)
             waiting.cancel()
             stream = await client.stream("c")
             client.abort(stream.uid)

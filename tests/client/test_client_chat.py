@@ -6,14 +6,14 @@ import pty
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
 from fake_triton import FakeTriton
 from test_client_api import serving
 
+from tests.waiting import PATIENCE, wait_until
 from tridentlm_client import ContextLengthExceeded
 
 SCRIPT = """
@@ -33,13 +33,17 @@ def talk(body: Any) -> list[str]:
     return [f"{m['role'][0]}:{m['content']} " for m in body["messages"]]
 
 
-def command(script: str, port: int, timeout: float = 20) -> list[str]:
+def command(script: str, port: int, timeout: float = PATIENCE) -> list[str]:
     return [sys.executable, "-c", script, f"localhost:{port}", str(timeout)]
 
 
-def piped(port: int, lines: str, timeout: float = 20) -> subprocess.CompletedProcess[str]:
+def piped(port: int, lines: str, timeout: float = PATIENCE) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        command(SCRIPT, port, timeout), input=lines, capture_output=True, text=True, timeout=60
+        command(SCRIPT, port, timeout),
+        input=lines,
+        capture_output=True,
+        text=True,
+        timeout=2 * PATIENCE,
     )
 
 
@@ -50,13 +54,6 @@ def chatting(port: int, **streams: Any) -> Iterator[subprocess.Popen[str]]:
             yield process
         finally:
             process.kill()
-
-
-def wait_for(condition: Callable[[], Any], seconds: float = 20) -> None:
-    limit = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < limit, "the condition did not come true"
-        time.sleep(0.01)
 
 
 def test_a_piped_chat_keeps_its_history_and_knows_its_commands() -> None:
@@ -101,10 +98,11 @@ def test_an_interrupt_aborts_the_answer_and_keeps_the_chat() -> None:
             assert process.stdin is not None
             process.stdin.write("forever\n")
             process.stdin.flush()
-            wait_for(lambda: server.sessions and server.session.seq > 20)
+            assert process.stdout is not None
+            Terminal(process.stdout.fileno()).wait_for("on on on")
             process.send_signal(signal.SIGINT)
-            wait_for(lambda: server.session.aborted)
-            out, err = process.communicate("next\n", timeout=30)
+            wait_until(lambda: server.session.aborted)
+            out, err = process.communicate("next\n", timeout=PATIENCE)
             assert process.returncode == 0, err
             assert "[stopped]" in out
             assert "u:forever a:on on" in out
@@ -114,7 +112,7 @@ def test_an_interrupt_aborts_the_answer_and_keeps_the_chat() -> None:
 def test_without_a_server_the_chat_says_so_and_fails() -> None:
     with serving() as server:
         port = server.port
-    done = piped(port, "hi\n", timeout=0.3)
+    done = piped(port, "hi\n", timeout=2)
     assert done.returncode == 1
     assert "connection to Triton failed" in done.stdout
 
@@ -140,7 +138,7 @@ def test_at_a_terminal_ctrl_c_stops_an_answer_and_ctrl_d_leaves() -> None:
             shown.wait_for("on on on")
             os.write(master, b"\x03")
             shown.wait_for("[stopped]")
-            wait_for(lambda: server.session.aborted)
+            wait_until(lambda: server.session.aborted)
             shown.wait_for(PROMPT)
             os.write(master, b"half a line\x03")
             shown.wait_for(PROMPT)
@@ -149,7 +147,7 @@ def test_at_a_terminal_ctrl_c_stops_an_answer_and_ctrl_d_leaves() -> None:
             shown.wait_for("tokens/s")
             shown.wait_for(PROMPT)
             os.write(master, b"\x04")
-            assert process.wait(20) == 0
+            assert process.wait(PATIENCE) == 0
         finally:
             process.kill()
             process.wait()
@@ -171,7 +169,7 @@ class Terminal:
             return words in self._text
 
         try:
-            wait_for(seen)
+            wait_until(seen)
         except AssertionError:
             raise AssertionError(f"{words!r} was not shown: {self._text!r}") from None
         self._text = self._text.partition(words)[2]
@@ -189,7 +187,7 @@ def test_an_abandoned_chat_leaves_no_session_behind() -> None:
             while not server.sessions:
                 await asyncio.sleep(0.01)
             process.send_signal(signal.SIGINT)
-            assert await asyncio.wait_for(process.wait(), 20) == 130
+            assert await asyncio.wait_for(process.wait(), PATIENCE) == 130
             assert len(server.ops("close")) == 1
         finally:
             if process.returncode is None:

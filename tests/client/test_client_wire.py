@@ -64,6 +64,8 @@ def test_an_error_payload_is_found_behind_any_prefix(prefix: str) -> None:
         "Request for unknown model: 'submit' has no available versions",
         "Stub process 'engine_0_0' is not healthy.",
         "Server not ready",
+        "in ensemble 'submit', [request id: 3] Server is stopping, scheduler for model has stopped "
+        "accepting new inference requests",
         "in ensemble 'submit', Request for unknown model: 'engine' has no available versions",
     ],
 )

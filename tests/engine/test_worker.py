@@ -18,6 +18,7 @@ import pytest
 import zmq
 
 import tridentlm.worker
+from tests.waiting import PATIENCE, wait_until, wait_until_gone
 from tridentlm.channel import (
     FLUSH,
     HELLO,
@@ -41,7 +42,6 @@ from tridentlm.simulated import SimulatedRunner, SimulatedStep
 from tridentlm.worker import Worker
 
 SETTINGS = EngineSettings(runner="simulated", step_ms=1.0, max_running=8)
-SECONDS = 20.0  # a busy machine's patience; nothing here needs more than a fraction
 
 
 def request(request_id: int, max_tokens: int = 20, **fields: Any) -> Request:
@@ -58,7 +58,7 @@ class Ears:
         self.errors: dict[int, str] = {}
 
     def hear(self) -> Message:
-        message = self.client.recv(SECONDS)
+        message = self.client.recv(PATIENCE)
         assert message is not None, "the worker is silent"
         if isinstance(message, Step):
             self.errors.update(message.output.errors)
@@ -95,14 +95,6 @@ def ears(client: WorkerClient) -> Ears:
     assert isinstance(ready, Ready)
     assert (ready.limits.max_running, ready.model) == (8, "simulated")
     return ears
-
-
-def wait_until_gone(pid: int) -> float:
-    start = time.monotonic()
-    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() - start < SECONDS
-        time.sleep(0.02)
-    return time.monotonic() - start
 
 
 def test_requests_of_one_message_are_answered_and_then_the_engine_idles(ears: Ears) -> None:
@@ -142,11 +134,11 @@ def test_bad_request_is_answered_with_an_error_and_its_neighbours_are_served(ear
 
 
 def test_deadline_is_kept_by_the_engine_process(ears: Ears) -> None:
-    ears.client.add([request(1, max_tokens=8000, deadline=time.monotonic() + 0.2)])
     start = time.monotonic()
+    ears.client.add([request(1, max_tokens=8000, deadline=start + 0.2)])
     ears.hear_until_ended(1)
     assert ears.finish == {1: FinishReason.ABORT}
-    assert 0.1 < time.monotonic() - start < SECONDS / 2
+    assert time.monotonic() - start > 0.2
 
 
 def test_stop_ends_what_runs_says_so_and_exits_cleanly(ears: Ears) -> None:
@@ -156,7 +148,7 @@ def test_stop_ends_what_runs_says_so_and_exits_cleanly(ears: Ears) -> None:
     ears.client.stop()
     ears.hear_until_ended(1)
     assert ears.finish == {1: FinishReason.ABORT}
-    assert ears.client.process.wait(SECONDS) == 0
+    assert ears.client.process.wait(PATIENCE) == 0
 
 
 def test_no_file_is_left_once_the_engine_is_ready(ears: Ears) -> None:
@@ -169,10 +161,7 @@ def test_killed_process_is_noticed_and_its_successor_serves(ears: Ears) -> None:
     ears.client.add([request(1, max_tokens=8000)])
     ears.hear()
     os.kill(ears.client.process.pid, signal.SIGKILL)
-    while ears.client.recv(0.1) is not None:
-        pass
-    wait_until_gone(ears.client.process.pid)
-    assert not ears.client.alive
+    wait_until(lambda: ears.client.recv(0.1) is None and not ears.client.alive)
     ears.client.add([request(2)])
     successor = Ears(WorkerClient(SETTINGS, python=sys.executable))
     try:
@@ -205,7 +194,7 @@ def test_model_that_does_not_exist_is_reported_before_the_process_exits(tmp_path
         message = Ears(client).hear()
         assert isinstance(message, Failed)
         assert isinstance(message.error, ModelNotFound)
-        assert client.process.wait(SECONDS) == 1
+        assert client.process.wait(PATIENCE) == 1
     finally:
         client.close()
 
@@ -215,9 +204,9 @@ import sys, time
 from tridentlm.channel import WorkerClient
 from tridentlm.config import EngineSettings
 client = WorkerClient(EngineSettings(runner="simulated"), python=sys.executable)
-assert sys.argv[1] == "loading" or client.recv(20) is not None
+assert sys.argv[1] == "loading" or client.recv(60) is not None
 print(client.process.pid, client._folder, flush=True)
-time.sleep(60)
+time.sleep(600)
 """
 
 SERVER = """
@@ -234,13 +223,12 @@ def test_death_of_stub_or_server_ends_the_engine_process(killed: str, state: str
     try:
         assert server.stdout is not None
         pid, folder = server.stdout.readline().split()
-        stub = psutil.Process(int(pid)).parent()
+        engine = psutil.Process(int(pid))
+        stub = engine.parent()
         assert stub is not None
         (stub if killed == "stub" else server).kill()
-        assert wait_until_gone(int(pid)) < 5.0
+        wait_until_gone([engine, stub])
         assert not Path(folder).exists()
-        if killed == "server":
-            stub.kill()
     finally:
         server.kill()
         server.communicate()
@@ -274,11 +262,11 @@ class InThread:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.thread.join(SECONDS)
+        self.thread.join(PATIENCE)
         self.context.destroy(linger=0)
 
     def hear(self) -> Message:
-        assert self.inbox.poll(int(SECONDS * 1e3)), "the worker is silent"
+        assert self.inbox.poll(int(PATIENCE * 1e3)), "the worker is silent"
         return unpack_message(self.inbox.recv_multipart())
 
 
@@ -311,8 +299,9 @@ def test_a_failed_integrity_check_is_told_and_ends_the_process(
     monkeypatch.setattr(Engine, "flush_cache", lose_a_page)
     with InThread(SETTINGS, tmp_path) as worker:
         worker.outbox.send_multipart(pack_add([request(1)], time.monotonic()))
-        while not isinstance(message := worker.hear(), Idle):
-            pass
+        message = worker.hear()
+        while not isinstance(message, Idle) or not message.stats.integrity_checks:
+            message = worker.hear()
         assert (message.stats.integrity_checks, message.stats.integrity_failures) == (1, 0)
         worker.outbox.send_multipart([FLUSH])
         while isinstance(message, Idle) and not message.stats.integrity_failures:

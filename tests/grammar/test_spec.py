@@ -169,10 +169,10 @@ def nested(depth: int) -> dict[str, Any]:
     ids=["deep", "deep constant", "chain of references", "multiple", "many branches"],
 )
 def test_what_would_cost_the_compiler_too_much_is_refused_at_once(schema: Any) -> None:
-    started = time.monotonic()
+    started = time.thread_time()  # what others compute meanwhile does not count
     with pytest.raises(InvalidRequest):
         check({"type": "json_schema", "value": schema})
-    assert time.monotonic() - started < 0.5
+    assert time.thread_time() - started < 0.5
 
 
 @pytest.mark.parametrize("family", ["byte-level", "qwen", "llama-3", "llama-2", "gemma"])

@@ -5,18 +5,19 @@ from __future__ import annotations
 import os
 import queue
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
 
 from openai_proxy.processes import is_alive
+from tests.waiting import PATIENCE, command_line, free_ports
 
+START_SECONDS = 240.0
 TRIVIAL_MODEL = """
 import sys
 import numpy as np
@@ -49,24 +50,6 @@ def write_trivial_model(repository: Path, name: str, source: str = TRIVIAL_MODEL
     (repository / name / "config.pbtxt").write_text(TRIVIAL_CONFIG.format(name=name))
 
 
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [s.getsockname()[1] for s in sockets]
-    for s in sockets:
-        s.close()
-    return ports
-
-
-def wait_until(condition: Callable[[], bool], seconds: float, *what: object) -> float:
-    """Seconds until `condition()` held; fails after `seconds` with the texts of `what` as then."""
-    began = time.monotonic()
-    while not condition():
-        if time.monotonic() - began > seconds:
-            raise AssertionError("\n".join([f"not within {seconds} s:", *map(str, what)]))
-        time.sleep(0.05)
-    return time.monotonic() - began
-
-
 class Command:
     """Runs `tridentlm ARGS`; `lines` collects what it says; `stop()` leaves nothing behind."""
 
@@ -91,7 +74,7 @@ class Command:
     def __str__(self) -> str:
         return self.output
 
-    def wait_for(self, text: str, seconds: float = 90.0) -> None:
+    def wait_for(self, text: str, seconds: float = START_SECONDS) -> None:
         """Returns once a line has `text`; fails when the command ends or time is over first."""
         until = time.monotonic() + seconds
         while not any(text in line for line in self.lines):
@@ -112,34 +95,34 @@ class Command:
     def find(self, *words: str) -> psutil.Process:
         """The first descendant whose command line has all `words`."""
         for process in self.observe():
-            line = " ".join(process.cmdline())
+            line = command_line(process)
             if all(word in line for word in words):
                 return process
         raise AssertionError(f"no process with {words}")
 
     def survivors(self) -> list[str]:
-        return [" ".join(p.cmdline()) for p in self._offspring.values() if is_alive(p)]
+        return [command_line(p) for p in self._offspring.values() if is_alive(p)]
 
-    def end(self, number: int = signal.SIGTERM, seconds: float = 60.0) -> tuple[int, float]:
+    def end(self, number: int = signal.SIGTERM, seconds: float = 2 * PATIENCE) -> tuple[int, float]:
         """Sends a signal; returns exit code and seconds until the end."""
         self.observe()
         began = time.monotonic()
         self.child.send_signal(number)
         return self.wait(seconds), time.monotonic() - began
 
-    def wait(self, seconds: float = 60.0) -> int:
+    def wait(self, seconds: float = 2 * PATIENCE) -> int:
         code = self.child.wait(seconds)
-        self._reader.join(5.0)
+        self._reader.join(PATIENCE)
         return code
 
     def stop(self) -> None:
         self.observe()
         self.child.kill()
-        self.child.wait(10.0)
+        self.child.wait(PATIENCE)
         for process in self._offspring.values():
             if is_alive(process):
                 process.kill()
-        self._reader.join(5.0)
+        self._reader.join(PATIENCE)
 
     def _read(self) -> None:
         assert self.child.stdout is not None

@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import resource
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from openai_proxy.cli import app
 from openai_proxy.options import ALONE_HELP, CONNECTION_HELP, ENGINE_HELP, PROXY_HELP
 from openai_proxy.settings import ProxySettings
+from tests.waiting import PATIENCE
 from tridentlm import __version__
 from tridentlm.config import EngineSettings
 
@@ -21,7 +22,7 @@ from tridentlm.config import EngineSettings
 def tridentlm(*args: str, **environ: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "openai_proxy.cli", *args]
     env = {**os.environ, "COLUMNS": "200", **environ}
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=2 * PATIENCE)
 
 
 def test_every_setting_has_a_flag() -> None:
@@ -35,10 +36,12 @@ def test_every_setting_has_a_flag() -> None:
 
 
 def test_the_command_answers_fast_and_without_torch() -> None:
-    began = time.monotonic()
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = tridentlm("version")
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert done.stdout.strip() == __version__
-    assert time.monotonic() - began < 3.0
+    # Seconds of computing: how long others keep it from that is not its fault.
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 3.0
     code = (
         "import sys, openai_proxy.cli, openai_proxy.launcher, openai_proxy.doctor;"
         "print({'torch', 'transformers', 'fastapi', 'grpc'} & set(sys.modules))"

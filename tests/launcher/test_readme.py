@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.launcher.service import Command, Service, free_ports, wait_until
+from tests.launcher.service import START_SECONDS, Command, Service
 from tests.launcher.test_serve import answers
+from tests.waiting import PATIENCE, free_ports, wait_until
 
 pytestmark = pytest.mark.server
 
@@ -45,7 +46,9 @@ def test_the_readme_has_the_examples() -> None:
 @pytest.mark.parametrize("example", CURL)
 def test_a_curl_line_is_answered(example: str, service: Service) -> None:
     script = here(example, service).replace("curl ", "curl --silent --show-error --fail ", 1)
-    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        ["bash", "-c", script], capture_output=True, text=True, timeout=2 * PATIENCE
+    )
     assert done.returncode == 0, done.stderr
     events = [line for line in done.stdout.splitlines() if line.startswith("data:")]
     assert len(events) > 3
@@ -68,7 +71,7 @@ def test_a_chat_in_the_terminal_answers(service: Service) -> None:
         input="Hello\n/exit\n",
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=2 * PATIENCE,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(done.stdout) > 20
@@ -85,7 +88,7 @@ def test_a_repository_of_ones_own_with_plain_triton_and_a_proxy_in_front(tmp_pat
     proxy = Command(["proxy", "--triton", f"127.0.0.1:{grpc}", "--port", str(port)])
     try:
         url = f"http://127.0.0.1:{port}"
-        wait_until(lambda: answers(url), 90, "answers", triton, proxy)
+        wait_until(lambda: answers(url), START_SECONDS, "answers", triton, proxy)
         assert proxy.end()[0] == 0, proxy.output
         assert triton.end()[0] == 0, triton.output
     finally:

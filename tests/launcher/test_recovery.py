@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -12,7 +13,8 @@ from openai_proxy.processes import Family
 from openai_proxy.recovery import Recovery, read_stub
 from openai_proxy.tritonadmin import AdminError, TritonAdmin
 from openai_proxy.tritonserver import locate
-from tests.launcher.service import free_ports, wait_until, write_trivial_model
+from tests.launcher.service import write_trivial_model
+from tests.waiting import PATIENCE, free_ports, wait_until
 
 MODELS = ("first", "second")
 
@@ -35,7 +37,7 @@ class Server:
         self.family = Family("triton", argv, located.environ(), lambda line: None)
         self.admin = TritonAdmin("127.0.0.1", http)
         self.recovery = Recovery(self.admin, (), self.said.append)
-        wait_until(self.admin.ready, 30, "ready")
+        wait_until(self.admin.ready, 2 * PATIENCE, "ready")
 
     def stubs(self) -> dict[str, psutil.Process]:
         read = {process: read_stub(process) for process in self.family.observe()}
@@ -48,11 +50,14 @@ class Server:
         def back() -> bool:
             self.look()
             fresh = self.stubs().get(model)
-            states = self.admin.states()
-            return fresh is not None and fresh.pid != old and states[model] == "READY"
+            if fresh is None or fresh.pid == old:
+                return False
+            with suppress(AdminError):  # a server that loads a model may be slow to answer
+                return self.admin.states()[model] == "READY"
+            return False
 
-        wait_until(back, 20, f"{model} back")
-        wait_until(lambda: any("back after" in line for line in self.said), 5, "said so")
+        wait_until(back, PATIENCE, f"{model} back", self.said)
+        wait_until(lambda: any("back after" in line for line in self.said), PATIENCE, "said so")
         self.look()
 
 
@@ -94,7 +99,7 @@ def test_two_stubs_killed_at_once_both_come_back(server: Server) -> None:
 def test_a_model_unloaded_on_purpose_stays_unloaded(server: Server) -> None:
     server.look()
     server.admin.unload("first")
-    wait_until(lambda: "first" not in server.stubs(), 20, "unloaded")
+    wait_until(lambda: "first" not in server.stubs(), PATIENCE, "unloaded")
     for _ in range(3):
         server.look()
         time.sleep(0.2)
@@ -115,7 +120,7 @@ def test_a_model_that_cannot_be_loaded_again_is_a_failure(
         server.look()
         return bool(server.recovery.failure)
 
-    wait_until(failed, 20, "failure reported")
+    wait_until(failed, PATIENCE, "failure reported")
     assert "first" in server.recovery.failure
     assert any("broken" in line for line in server.said)
 

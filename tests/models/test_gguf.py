@@ -188,7 +188,6 @@ def test_files_that_are_no_gguf_models_are_refused(tmp_path: Path) -> None:
         GGUFModel(tmp_path / "text.gguf")
 
 
-@pytest.mark.timeout(600)
 def test_the_default_model_answers_as_transformers_does_with_the_same_file() -> None:
     """Greedy tokens are equal, and logits within 1e-3: they reach 30, ten times the tiny ones."""
     path = hub.default_model()

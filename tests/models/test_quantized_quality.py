@@ -129,14 +129,12 @@ def shift(weights: Weights) -> None:
             weights[name] = tensor.roll(1)
 
 
-@pytest.mark.timeout(300)
 def test_fp8_costs_no_more_than_random_errors_of_its_size(judge: Judge, noise: float) -> None:
     divergence, perplexity = judge.divergence(judge.load(quantize=True))
     assert 0.5 * noise < divergence < 1.4 * noise
     assert perplexity < 1.08
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("damage", [scaled(1.05), scaled(0.95), shift], ids=["+5%", "-5%", "row"])
 def test_the_bound_tells_a_wrong_scale(
     judge: Judge, noise: float, damage: Callable[[Weights], None]

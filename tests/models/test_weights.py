@@ -229,6 +229,7 @@ def test_progress_is_told_once_a_second_and_at_the_end(
     tiny: Reference, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, "tridentlm.models.loading"):
+        monkeypatch.setattr(loading, "PROGRESS_SECONDS", 3600.0)
         read(tiny.folder)
         monkeypatch.setattr(loading, "PROGRESS_SECONDS", 0.0)
         read(tiny.folder)

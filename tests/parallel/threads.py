@@ -9,6 +9,7 @@ from typing import TypeVar
 
 import torch
 
+from tests.waiting import PATIENCE
 from tridentlm.models.shard import Shard
 from tridentlm.parallel.group import Group
 
@@ -30,9 +31,9 @@ class ThreadGroup(Group):
 
     def _exchange(self, x: torch.Tensor) -> list[torch.Tensor]:
         self._values[self.shard.rank] = x
-        self._barrier.wait(30)
+        self._barrier.wait(PATIENCE)
         values = [value for value in self._values if value is not None]
-        self._barrier.wait(30)
+        self._barrier.wait(PATIENCE)
         return values
 
 

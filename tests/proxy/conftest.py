@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator
 
 import httpx
@@ -8,6 +7,7 @@ import openai
 import pytest
 
 from tests.proxy.fakes import FakeSession, FakeText, Proxy, Reply, running_proxy
+from tests.waiting import PATIENCE, free_ports
 
 
 @pytest.fixture(scope="session")
@@ -20,7 +20,7 @@ def shared_proxy() -> Iterator[Proxy]:
 def proxy(shared_proxy: Proxy) -> Proxy:
     """The shared server with its session as new."""
     session, fresh = shared_proxy.session, FakeSession()
-    for name in ("ready", "status", "submissions", "aborted", "cancelled"):
+    for name in ("ready", "status", "submissions", "streams", "aborted", "cancelled"):
         setattr(session, name, getattr(fresh, name))
     session.reply = lambda submission: Reply()
     vars(shared_proxy.text).update(vars(FakeText()))
@@ -39,7 +39,7 @@ def text(proxy: Proxy) -> FakeText:
 
 @pytest.fixture
 def http(proxy: Proxy) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=proxy.url, timeout=10) as client:
+    with httpx.Client(base_url=proxy.url, timeout=PATIENCE) as client:
         yield client
 
 
@@ -52,5 +52,5 @@ def client(proxy: Proxy) -> Iterator[openai.OpenAI]:
 @pytest.fixture
 def port() -> int:
     """One where nobody listens."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
+    [made] = free_ports(1)
+    return made

@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,11 +17,14 @@ from fastapi import FastAPI
 from openai_proxy.app import create_app
 from openai_proxy.serve import server_config
 from openai_proxy.settings import EngineNames, ProxySettings
+from tests.waiting import PATIENCE, wait_until
 from tridentlm.errors import TridentError
 from tridentlm_client import Delta, End, Stream, Submission
 
 MODEL = "org/tiny-model"
 FOREVER = 3600.0
+TURNS = 200
+"""Of the event loop, from the admission of a request to its first output at the latest."""
 
 
 def ended(
@@ -61,6 +63,7 @@ class FakeSession:
         self.submissions: list[Submission] = []
         self.aborted: list[str] = []
         self.cancelled = 0
+        self.streams: list[Stream] = []
         self.closed = False
         self._uids = itertools.count(1)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -88,10 +91,16 @@ class FakeSession:
             return reply.refusal
         stream = Stream(str(next(self._uids)), self.aborted.append, lambda uid: None)
         stream.prompt_tokens = 5
+        self.streams.append(stream)
         task = asyncio.get_running_loop().create_task(_play(stream, reply.steps))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return stream
+
+    @property
+    def attended(self) -> int:
+        """How many streams are being read."""
+        return sum(map(_is_read, self.streams))
 
 
 class FakeText:
@@ -129,8 +138,14 @@ class FakeCatalogue:
         pass
 
 
+def _is_read(stream: Stream) -> bool:
+    return stream.on_news is not None or stream._waiter is not None
+
+
 async def _play(stream: Stream, steps: Sequence[Delta | End | float]) -> None:
-    await asyncio.sleep(0.005)
+    turns = itertools.count()  # of the loop, not seconds: a busy machine must not merge deltas
+    while not _is_read(stream) and next(turns) < TURNS:
+        await asyncio.sleep(0)
     for step in steps:
         if isinstance(step, End):
             stream.end = step
@@ -179,12 +194,9 @@ def running_app(app: FastAPI) -> Iterator[tuple[str, uvicorn.Server]]:
         yield f"http://127.0.0.1:{port}", server
     finally:
         server.should_exit = True
-        thread.join(10)
+        thread.join(PATIENCE)
         assert not thread.is_alive(), "the server did not stop"
 
 
-def eventually(condition: Callable[[], object], seconds: float = 5.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "did not happen in time"
-        time.sleep(0.005)
+def eventually(condition: Callable[[], object], seconds: float = PATIENCE) -> None:
+    wait_until(condition, seconds, "it did not happen", pause=0.005)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import itertools
 import random
+import time
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
-from tests.proxy.fakes import FOREVER, MODEL, FakeSession, Reply, ended, eventually
+from tests.proxy.fakes import FOREVER, MODEL, FakeSession, Proxy, Reply, ended, eventually
+from tests.proxy.test_disconnect import open_request
 from tridentlm_client import Delta, Submission
 
 USER = [{"role": "user", "content": "Hi"}]
@@ -109,15 +111,12 @@ def test_too_many_choices_in_all_are_refused(http: httpx.Client) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_one_disconnect_aborts_every_choice(
-    http: httpx.Client, session: FakeSession, stream: bool
+    proxy: Proxy, session: FakeSession, stream: bool
 ) -> None:
     pause = random.uniform(0.0, 0.01)
     session.reply = lambda s: Reply(steps=[pause, Delta("x", 1), FOREVER])
-    body = {"messages": USER, "n": 5, "stream": stream}
-    if stream:
-        with http.stream("POST", CHAT, json=body) as response:
-            next(response.iter_lines())
-    else:
-        with pytest.raises(httpx.ReadTimeout):
-            http.post(CHAT, json=body, timeout=0.2)
+    connection = open_request(proxy, CHAT, messages=USER, n=5, stream=stream)
+    eventually(lambda: session.attended)
+    time.sleep(0.05)
+    connection.close()
     eventually(lambda: len(session.aborted) == 5)

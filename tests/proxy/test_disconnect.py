@@ -11,14 +11,15 @@ import orjson
 import pytest
 
 from tests.proxy.fakes import FOREVER, Proxy, Reply, ended, eventually, running_proxy
+from tests.waiting import PATIENCE
 from tridentlm_client import Delta
 
-AT_ONCE = 0.5
+AT_ONCE = 5.0  # seconds; by themselves these requests would never end
 
 
 def open_request(proxy: Proxy, path: str, **body: Any) -> socket.socket:
     host, port = proxy.url.removeprefix("http://").split(":")
-    connection = socket.create_connection((host, int(port)), timeout=10)
+    connection = socket.create_connection((host, int(port)), timeout=PATIENCE)
     content = orjson.dumps(body)
     head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
     connection.sendall(head.encode() + b"content-length: %d\r\n\r\n" % len(content) + content)
@@ -41,7 +42,7 @@ def test_gone_while_it_is_queued_or_generates(proxy: Proxy, stream: bool, steps:
     session = proxy.session
     session.reply = lambda s: Reply(steps=steps)
     connection = open_request(proxy, "/v1/completions", prompt=["x", "y"], stream=stream)
-    eventually(lambda: session.submissions)
+    eventually(lambda: session.attended)
     time.sleep(0.1)
     assert session.aborted == []
     connection.close()
@@ -50,7 +51,7 @@ def test_gone_while_it_is_queued_or_generates(proxy: Proxy, stream: bool, steps:
 
 def test_gone_while_it_sends_its_body(proxy: Proxy) -> None:
     host, port = proxy.url.removeprefix("http://").split(":")
-    connection = socket.create_connection((host, int(port)), timeout=10)
+    connection = socket.create_connection((host, int(port)), timeout=PATIENCE)
     head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
     connection.sendall(head + b"content-length: 100\r\n\r\n{")
     time.sleep(0.05)
@@ -77,7 +78,7 @@ def test_a_hundred_disconnects_abort_exactly_their_own(proxy: Proxy) -> None:
     connections = [
         open_request(proxy, "/v1/completions", prompt="x", stream=i % 2 == 0) for i in range(100)
     ]
-    eventually(lambda: len(session.submissions) == 100)
+    eventually(lambda: session.attended == 100)
     time.sleep(0.2)
     gone = connections[::3]
     for connection in gone:
@@ -94,7 +95,7 @@ def test_a_shutdown_waits_for_running_streams() -> None:
     with running_proxy() as proxy:
         proxy.session.reply = lambda s: Reply(steps=[Delta("a", 1), 0.5, Delta("b", 1), ended()])
         connection = open_request(proxy, "/v1/completions", prompt="x", stream=True)
-        eventually(lambda: proxy.session.submissions)
+        eventually(lambda: proxy.session.attended)
         time.sleep(0.1)
         proxy.server.should_exit = True
         data = read_to_end(connection)
@@ -108,7 +109,7 @@ def test_a_shutdown_that_lasts_too_long_ends_streams_with_an_error(stream: bool)
     with running_proxy(drain_seconds=1.0) as proxy:
         proxy.session.reply = lambda s: Reply(steps=[Delta("a", 1), FOREVER])
         connection = open_request(proxy, "/v1/completions", prompt="x", stream=stream)
-        eventually(lambda: proxy.session.submissions)
+        eventually(lambda: proxy.session.attended)
         time.sleep(0.1)
         proxy.server.should_exit = True
         data = read_to_end(connection)

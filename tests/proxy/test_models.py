@@ -14,6 +14,7 @@ from openai_proxy import models
 from openai_proxy.app import create_app
 from openai_proxy.settings import ProxySettings, format_for
 from tests.proxy.fakes import FakeCatalogue, FakeSession, FakeText, eventually, running_app
+from tests.waiting import PATIENCE
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 HERMES = "{% if tools %}<tool_call>{% endif %}"
@@ -50,7 +51,7 @@ def serving(**settings: Any) -> Iterator[Several]:
         lambda own: texts[own.engine],
         lambda _: catalogue,
     )
-    with running_app(app) as (url, _), httpx.Client(base_url=url, timeout=10) as http:
+    with running_app(app) as (url, _), httpx.Client(base_url=url, timeout=PATIENCE) as http:
         yield Several(http, sessions, texts, catalogue)
 
 

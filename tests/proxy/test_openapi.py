@@ -20,6 +20,7 @@ from schemathesis.specs.openapi.checks import (
 from openai_proxy.app import create_app
 from openai_proxy.settings import ProxySettings
 from tests.proxy.fakes import Proxy, running_proxy
+from tests.waiting import PATIENCE
 
 CHECKS = [response_schema_conformance, status_code_conformance, content_type_conformance]
 WITH_BODY = [
@@ -57,7 +58,7 @@ def quick() -> Iterator[Proxy]:
 
 @pytest.fixture(scope="module")
 def document(quick: Proxy) -> Any:
-    return httpx.get(f"{quick.url}/openapi.json", timeout=5).json()
+    return httpx.get(f"{quick.url}/openapi.json", timeout=PATIENCE).json()
 
 
 def test_every_operation_is_tried(document: Any) -> None:
@@ -106,7 +107,7 @@ def test_no_500_and_one_shape_of_error(
     )
     @given(case=operation.as_strategy(generation_mode=mode))
     def run(case: Any) -> None:
-        response = case.call(base_url=quick.url, timeout=10)
+        response = case.call(base_url=quick.url, timeout=PATIENCE)
         check(response)
         case.validate_response(response, checks=CHECKS)
 

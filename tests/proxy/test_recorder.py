@@ -15,6 +15,7 @@ from openai_proxy import recorder
 from openai_proxy.recorder import FailureRecorder
 from openai_proxy.replay import run_replay
 from tests.proxy.fakes import Proxy, Reply, eventually, running_proxy
+from tests.waiting import PATIENCE
 from tridentlm.errors import EngineDown, InternalError, InvalidRequest, Overloaded
 from tridentlm_client import Delta, End
 
@@ -26,7 +27,7 @@ TRACE = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 def chat(proxy: Proxy, **fields: Any) -> httpx.Response:
     body = {"messages": [{"role": "user", "content": "Hi"}], "seed": 7, **fields}
     headers = {"authorization": "Bearer sk-secret", "x-request-id": "a/b", "traceparent": TRACE}
-    return httpx.post(proxy.url + CHAT, json=body, headers=headers, timeout=10)
+    return httpx.post(proxy.url + CHAT, json=body, headers=headers, timeout=PATIENCE)
 
 
 def records(folder: Path) -> list[dict[str, Any]]:
@@ -71,7 +72,7 @@ def test_what_the_client_or_the_load_is_to_blame_for_is_not_kept(tmp_path: Path)
         assert chat(proxy, temperature=-1).status_code == 400
         proxy.session.reply = lambda s: Reply(refusal=Overloaded("Full."))
         assert chat(proxy).status_code == 503
-        assert httpx.get(proxy.url + "/nowhere").status_code == 404
+        assert httpx.get(proxy.url + "/nowhere", timeout=PATIENCE).status_code == 404
     assert records(tmp_path) == []
 
 
@@ -116,7 +117,7 @@ def test_a_record_is_sent_again(tmp_path: Path, stream: bool) -> None:
         proxy.session.reply = lambda s: Reply(steps=[Delta("a", 1), BROKEN])
         headers = {"authorization": "Bearer k"}
         body = {"messages": [{"role": "user", "content": "Hi"}], "seed": 7, "stream": stream}
-        httpx.post(proxy.url + CHAT, json=body, headers=headers)
+        httpx.post(proxy.url + CHAT, json=body, headers=headers, timeout=PATIENCE)
         eventually(lambda: seeds(tmp_path) == [7])
         [file] = tmp_path.glob("*.json")
         lines: list[str] = []

@@ -14,11 +14,13 @@ from tests.proxy.fakes import (
     MODEL,
     FakeSession,
     FakeText,
+    Proxy,
     Reply,
     ended,
     eventually,
     running_proxy,
 )
+from tests.proxy.test_disconnect import open_request
 from tridentlm.errors import InternalError
 from tridentlm_client import Delta, End
 
@@ -244,10 +246,11 @@ def test_a_failure_is_an_event_and_is_stored(client: openai.OpenAI, session: Fak
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_disconnect_aborts_it(http: httpx.Client, session: FakeSession, stream: bool) -> None:
+def test_a_disconnect_aborts_it(proxy: Proxy, session: FakeSession, stream: bool) -> None:
     session.reply = lambda s: Reply(steps=[Delta("x", 1), FOREVER])
-    with pytest.raises(httpx.ReadTimeout):
-        http.post(RESPONSES, json={"input": "Hi", "stream": stream}, timeout=0.3)
+    connection = open_request(proxy, RESPONSES, input="Hi", stream=stream)
+    eventually(lambda: session.attended)
+    connection.close()
     eventually(lambda: len(session.aborted) == 1)
 
 

@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from tests.proxy.fakes import MODEL, FakeSession, Proxy, Reply, ended, eventually
+from tests.waiting import PATIENCE
 from tridentlm.errors import EngineDown, InternalError, Overloaded
 from tridentlm_client import Delta, End
 
@@ -203,7 +204,7 @@ def test_a_reader_that_lags_gets_everything_in_merged_events(proxy: Proxy) -> No
     body = json.dumps({"prompt": "x", "stream": True}).encode()
     with _connect(proxy) as connection:
         connection.sendall(_post(body, "/v1/completions"))
-        time.sleep(1.0)
+        eventually(lambda: [s.end for s in proxy.session.streams] not in ([], [None]))
         raw = _read_until(connection, b"0\r\n\r\n")
     chunks = _chunks(raw.partition(b"\r\n\r\n")[2])
     events = [json.loads(chunk[6:]) for chunk in chunks[:-1]]
@@ -218,6 +219,7 @@ def test_a_reader_that_leaves_while_it_lags_is_aborted(proxy: Proxy) -> None:
     body = json.dumps({"prompt": "x", "stream": True}).encode()
     connection = _connect(proxy)
     connection.sendall(_post(body, "/v1/completions"))
+    eventually(lambda: proxy.session.attended)
     time.sleep(0.5)
     connection.close()
     eventually(lambda: len(proxy.session.aborted) == 1)
@@ -234,7 +236,7 @@ def _connect(proxy: Proxy) -> socket.socket:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     host, port = proxy.url.removeprefix("http://").split(":")
     connection.connect((host, int(port)))
-    connection.settimeout(10)
+    connection.settimeout(PATIENCE)
     return connection
 
 

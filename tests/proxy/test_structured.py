@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import json
-import time
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -15,6 +15,7 @@ import pydantic
 import pytest
 
 from tests.proxy.fakes import MODEL, FakeSession, FakeText, Reply, ended
+from tests.waiting import PATIENCE
 from tridentlm_client import Delta
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -334,14 +335,21 @@ def test_responses_take_a_format_and_a_demanded_call(
 def test_a_slow_grammar_holds_nobody_up(
     http: httpx.Client, session: FakeSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tridentlm.grammar.check", lambda *_: time.sleep(1.0))
+    checking, may_go = threading.Semaphore(0), threading.Event()
+
+    def slow_check(*_: object) -> None:
+        checking.release()
+        assert may_go.wait(PATIENCE)
+
+    monkeypatch.setattr("tridentlm.grammar.check", slow_check)
     slow = {"messages": USER, "response_format": {"type": "json_object"}}
     with ThreadPoolExecutor(3) as pool:
         waiting = [pool.submit(http.post, CHAT, json=slow) for _ in range(3)]
-        time.sleep(0.1)
-        started = time.monotonic()
-        for _ in range(3):
-            assert http.post(CHAT, json={"messages": USER}).status_code == 200
-        assert time.monotonic() - started < 0.7
-        assert not any(each.done() for each in waiting)
+        try:
+            assert checking.acquire(timeout=PATIENCE)
+            for _ in range(3):
+                assert http.post(CHAT, json={"messages": USER}).status_code == 200
+            assert not any(each.done() for each in waiting)
+        finally:
+            may_go.set()
         assert [each.result().status_code for each in waiting] == [200] * 3

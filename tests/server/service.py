@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,31 +15,16 @@ import orjson
 import psutil
 from tritonclient.grpc import service_pb2_grpc
 
+from tests.waiting import PATIENCE, command_line, free_ports, wait_until
 from tridentlm_client.wire import infer_request, read_string
 
-START_SECONDS = 120.0
+START_SECONDS = 240.0
 PORTS = ("port", "http_port", "grpc_port", "metrics_port")
 
 
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for s in sockets:
-            s.bind(("127.0.0.1", 0))
-        return [int(s.getsockname()[1]) for s in sockets]
-    finally:
-        for s in sockets:
-            s.close()
-
-
-def wait_until(condition: Callable[[], Any], seconds: float, what: str) -> float:
-    """Seconds until `condition()` was true; fails when it does not come to that."""
-    start = time.monotonic()
-    while not condition():
-        if time.monotonic() - start > seconds:
-            raise AssertionError(f"not within {seconds} s: {what}")
-        time.sleep(0.02)
-    return time.monotonic() - start
+def get(url: str) -> httpx.Response:
+    """Without reading the certificates, which would take most of a poll's time."""
+    return httpx.get(url, timeout=PATIENCE, verify=False)
 
 
 class Service:
@@ -91,7 +73,7 @@ class Service:
         if self.process.poll() is None:
             self.process.terminate()
         try:
-            return self.process.wait(60)
+            return self.process.wait(2 * PATIENCE)
         except subprocess.TimeoutExpired:
             for process in self.family():
                 process.kill()
@@ -103,7 +85,7 @@ class Service:
 
     def ready(self) -> bool:
         try:
-            return httpx.get(f"{self.url}/health/ready", timeout=2).status_code == 200
+            return get(f"{self.url}/health/ready").status_code == 200
         except httpx.HTTPError:
             return False
 
@@ -112,7 +94,7 @@ class Service:
         with grpc.insecure_channel(self.grpc) as channel:
             stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
             request = infer_request("engine", strings={"op": ["status"]}, parameters={})
-            for message in stub.ModelStreamInfer(iter([request]), timeout=5):
+            for message in stub.ModelStreamInfer(iter([request]), timeout=PATIENCE):
                 if message.error_message:
                     raise AssertionError(message.error_message)
                 body = read_string(message.infer_response, "frame")
@@ -133,7 +115,7 @@ class Service:
 
     def metric(self, name: str, **labels: str) -> float:
         """The sum of a metric's samples on Triton's own /metrics."""
-        text = httpx.get(f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=5).text
+        text = get(f"http://127.0.0.1:{self.metrics_port}/metrics").text
         wanted = [f'{key}="{value}"' for key, value in labels.items()]
         return sum(
             float(line.rsplit(" ", 1)[1])
@@ -143,7 +125,7 @@ class Service:
 
     def chat(self, **fields: Any) -> httpx.Response:
         body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 8, **fields}
-        return httpx.post(f"{self.url}/v1/chat/completions", json=body, timeout=60)
+        return httpx.post(f"{self.url}/v1/chat/completions", json=body, timeout=2 * PATIENCE)
 
     def family(self) -> list[psutil.Process]:
         """Every process that the service started, while it lives."""
@@ -156,7 +138,7 @@ class Service:
     def find(self, *words: str) -> psutil.Process:
         """The process of the family whose command line holds all the words."""
         for process in self.family():
-            line = " ".join(process.cmdline())
+            line = command_line(process)
             if all(word in line for word in words):
                 return process
         raise AssertionError(f"no process with {words}")

@@ -11,7 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.server.service import Service, wait_until
+from tests.server.service import Service
+from tests.waiting import PATIENCE, wait_until
 
 pytestmark = pytest.mark.server
 KEY = "sesame"
@@ -111,7 +112,7 @@ def test_three_hundred_at_once_are_answered_or_refused_with_503_and_retry_after(
         if answer.status_code == 503:
             assert answer.json()["error"]["code"] == "overloaded"
             assert int(answer.headers["retry-after"]) >= 1
-    wait_until(service.idle, 5, "idle")
+    wait_until(service.idle, PATIENCE, "idle")
     assert post(service, body()).status_code == 200
 
 

@@ -15,12 +15,14 @@ import httpx
 import pytest
 from tritonclient.grpc import service_pb2_grpc
 
-from tests.server.service import Service, wait_until
+from tests.server.service import Service
+from tests.waiting import PATIENCE, wait_until
 from tridentlm_client import Session, Submission
 from tridentlm_client.wire import infer_request
 
 pytestmark = pytest.mark.server
-LONG = 4000
+LONG = 5000  # tokens: 25 s
+LOOKS = 10
 TOGETHER = 320  # beyond the 256 slots, so that some of the requests only wait
 
 
@@ -125,9 +127,23 @@ async def leave_many(service: Service, count: int, longest: float, seed: int) ->
 
 
 def assert_all_stops(service: Service) -> None:
-    """Within 0.5 s of the last client's leaving the engine holds nothing any more."""
-    seconds = wait_until(service.idle, 3, "an idle engine")
-    assert seconds <= 0.5
+    """Within 0.5 s of the last client's leaving the engine holds nothing any more.
+
+    On a busy machine everything takes longer: the time of some looks, which are 10 ms each on an
+    idle one, goes on top.
+    """
+    seconds = wait_until(service.idle, 15, "an idle engine")
+    began = time.monotonic()
+    for _ in range(LOOKS):
+        assert service.idle()
+    assert seconds <= 0.5 + time.monotonic() - began
+
+
+def assert_stops_at_once(service: Service) -> None:
+    """An idle Triton takes 4 to 5 s by itself, one that waits for something 26 s."""
+    start = time.monotonic()
+    assert service.stop() == 0
+    assert time.monotonic() - start < 20
 
 
 def test_two_hundred_clients_that_leave_at_random_free_everything(simulated: Service) -> None:
@@ -144,7 +160,7 @@ def test_clients_that_leave_while_they_are_queued_free_their_place(simulated: Se
                 [Submission(prompt="Hi", sampling={"max_tokens": LONG})] * TOGETHER
             )
             await asyncio.to_thread(
-                wait_until, lambda: simulated.status()["waiting"] > 0, 5, "a queue"
+                wait_until, lambda: simulated.status()["waiting"] > 0, 15, "a queue"
             )
             await leave_many(simulated, 40, 0.5, seed=2)
             for stream in streams:
@@ -169,9 +185,7 @@ def test_the_server_stops_at_once_after_clients_have_left(fresh: Service) -> Non
     fresh.start()
     asyncio.run(leave_many(fresh, 60, 0.6, seed=3))
     assert_all_stops(fresh)
-    start = time.monotonic()
-    assert fresh.stop() == 0
-    assert time.monotonic() - start < 8
+    assert_stops_at_once(fresh)
 
 
 def test_the_engine_unloads_at_once_after_clients_have_left(fresh: Service) -> None:
@@ -182,16 +196,17 @@ def test_the_engine_unloads_at_once_after_clients_have_left(fresh: Service) -> N
     repository = f"{fresh.triton_url}/v2/repository"
 
     def unloaded() -> bool:
-        states = httpx.post(f"{repository}/index").json()
+        states = httpx.post(f"{repository}/index", timeout=PATIENCE).json()
         return any(m["name"] == "engine" and m["state"] == "UNAVAILABLE" for m in states)
 
-    httpx.post(f"{repository}/models/engine/unload").raise_for_status()
-    wait_until(unloaded, 8, "the engine unloaded")
-    wait_until(lambda: not fresh.ready(), 5, "not ready")
+    unload = f"{repository}/models/engine/unload"
+    httpx.post(unload, timeout=PATIENCE).raise_for_status()
+    wait_until(unloaded, 15, "the engine unloaded")
+    wait_until(lambda: not fresh.ready(), PATIENCE, "not ready")
     assert fresh.chat().status_code == 503
     for model in ("engine", "generate", "submit"):
-        httpx.post(f"{repository}/models/{model}/load", timeout=60).raise_for_status()
-    wait_until(fresh.ready, 15, "ready again")
+        httpx.post(f"{repository}/models/{model}/load", timeout=PATIENCE).raise_for_status()
+    wait_until(fresh.ready, PATIENCE, "ready again")
     assert fresh.chat().status_code == 200
 
 
@@ -205,7 +220,9 @@ def test_two_workers_never_mix_up_their_requests(simulated: Service) -> None:
 
     async def crowd(count: int) -> list[str]:
         limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(base_url=simulated.url, limits=limits, timeout=60) as client:
+        async with httpx.AsyncClient(
+            base_url=simulated.url, limits=limits, timeout=2 * PATIENCE
+        ) as client:
             return await asyncio.gather(*(one(client, seed) for seed in range(count)))
 
     together = asyncio.run(crowd(150))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from typing import Any
 
 import grpc
@@ -13,22 +12,24 @@ import pytest
 from tritonclient.grpc import service_pb2_grpc
 
 from tests.server.service import Service
-from tests.server.test_disconnects import once_then_wait
+from tests.server.test_disconnects import assert_stops_at_once, once_then_wait
 from tests.server.test_faults import under_load
+from tests.waiting import PATIENCE
 from tridentlm.errors import TridentError
 from tridentlm_client import Session, Submission
 from tridentlm_client.wire import infer_request, is_final
 
 pytestmark = pytest.mark.server
+TOKENS = 1000  # five seconds
 
 
 def test_sigterm_lets_running_streams_finish_and_exits_with_0(fresh: Service) -> None:
     fresh.start()
     assert fresh.process is not None
-    ends, seconds = under_load(fresh, fresh.process.terminate, max_tokens=500)
+    ends, seconds = under_load(fresh, fresh.process.terminate, max_tokens=800)
     assert set(ends) == {"done"}
-    assert 1 < seconds < 15
-    assert fresh.process.wait(15) == 0
+    assert seconds > 1
+    assert fresh.process.wait(PATIENCE) == 0
 
 
 def test_a_session_on_a_stopping_tritonserver_gets_all_its_tokens_then_an_end(
@@ -37,26 +38,33 @@ def test_a_session_on_a_stopping_tritonserver_gets_all_its_tokens_then_an_end(
     """More frames than may be unacknowledged: a stopping server hears no acknowledgements."""
     fresh.start()
 
-    async def run() -> tuple[int, str, TridentError | None]:
+    async def run() -> tuple[int, str, TridentError]:
         async with Session(fresh.grpc) as session:
             (stream,) = await session.submit(
-                [Submission(prompt="Hi", sampling={"max_tokens": 400, "ignore_eos": True})]
+                [Submission(prompt="Hi", sampling={"max_tokens": TOKENS, "ignore_eos": True})]
             )
             assert not isinstance(stream, TridentError)
             count = sum(delta.count for delta in await stream.read())
             fresh.tritonserver().terminate()
-            await asyncio.sleep(0.8)
-            (refused,) = await session.submit([Submission(prompt="Hi")])
+            refused = await submit_until_refused(session)
+            assert stream.end is None
             while deltas := await stream.read():
                 count += sum(delta.count for delta in deltas)
             assert stream.end is not None
-            error = refused if isinstance(refused, TridentError) else None
-            return count, stream.end.finish_reason, error
+            return count, stream.end.finish_reason, refused
 
     count, reason, error = asyncio.run(run())
-    assert (count, reason) == (400, "length")
-    assert error is not None
+    assert (count, reason) == (TOKENS, "length")
     assert error.status == 503
+
+
+async def submit_until_refused(session: Session) -> TridentError:
+    """A server hears of its end a moment after its signal."""
+    while True:
+        (outcome,) = await session.submit([Submission(prompt="Hi", sampling={"max_tokens": 1})])
+        if isinstance(outcome, TridentError):
+            return outcome
+        await asyncio.sleep(0.05)
 
 
 def test_calls_cancelled_with_their_last_response_do_not_hold_up_the_end(fresh: Service) -> None:
@@ -80,9 +88,7 @@ def test_calls_cancelled_with_their_last_response_do_not_hold_up_the_end(fresh: 
                 await asyncio.gather(*(cancel_at_the_end(stub) for _ in range(8)))
 
     asyncio.run(run())
-    start = time.monotonic()
-    assert fresh.stop() == 0
-    assert time.monotonic() - start < 8
+    assert_stops_at_once(fresh)
 
 
 def test_an_idle_plain_stream_does_not_hold_up_the_end(fresh: Service) -> None:
@@ -92,10 +98,8 @@ def test_an_idle_plain_stream_does_not_hold_up_the_end(fresh: Service) -> None:
     with (
         contextlib.suppress(httpx.HTTPError),
         httpx.stream(
-            "POST", url, json={"text_input": "Hi", "max_tokens": 30}, timeout=10
+            "POST", url, json={"text_input": "Hi", "max_tokens": 30}, timeout=PATIENCE
         ) as answer,
     ):
         list(answer.iter_lines())
-    start = time.monotonic()
-    assert fresh.stop() == 0
-    assert time.monotonic() - start < 8
+    assert_stops_at_once(fresh)

@@ -16,7 +16,8 @@ import httpx
 import psutil
 import pytest
 
-from tests.server.service import Service, free_ports, wait_until
+from tests.server.service import START_SECONDS, Service, get
+from tests.waiting import PATIENCE, command_line, free_ports, wait_until, wait_until_gone
 
 pytestmark = pytest.mark.server
 STREAMS = 32
@@ -34,7 +35,7 @@ def stream_until_end(
     events: list[str] = []
     try:
         url = f"{service.url}/v1/chat/completions"
-        with httpx.stream("POST", url, json=body, timeout=60) as answer:
+        with httpx.stream("POST", url, json=body, timeout=PATIENCE, verify=False) as answer:
             for line in answer.iter_lines():
                 if line:
                     events.append(line)
@@ -53,17 +54,17 @@ def is_error(event: str) -> bool:
 
 
 def under_load(
-    service: Service, blow: Callable[[], object], max_tokens: int = 6000
+    service: Service, blow: Callable[[], object], max_tokens: int = 8000
 ) -> tuple[list[str], float]:
     """Runs STREAMS streams, strikes, and returns how they ended and seconds to the last end."""
     started = threading.Semaphore(0)
     with ThreadPoolExecutor(STREAMS) as pool:
         runs = [pool.submit(stream_until_end, service, max_tokens, started) for _ in range(STREAMS)]
         for _ in runs:
-            assert started.acquire(timeout=30)
+            assert started.acquire(timeout=PATIENCE)
         struck = time.monotonic()
         blow()
-        ends = [run.result(timeout=60) for run in runs]
+        ends = [run.result(timeout=PATIENCE) for run in runs]
     return [how for how, _ in ends], max(when for _, when in ends) - struck
 
 
@@ -74,27 +75,28 @@ def test_a_killed_engine_process_ends_every_stream_with_an_error_and_comes_back(
 
     def blow() -> None:
         fresh.kill(fresh.engine_process())
-        wait_until(lambda: not fresh.ready(), 3, "not ready")
+        wait_until(lambda: not fresh.ready(), PATIENCE, "not ready")
 
     ends, seconds = under_load(fresh, blow)
     assert ends == ["error"] * STREAMS
-    assert seconds <= 3
-    wait_until(fresh.ready, 30, "ready again")
+    assert seconds < 10
+    wait_until(fresh.ready, PATIENCE, "ready again")
     assert fresh.chat().json()["choices"][0]["finish_reason"] == "length"
-    wait_until(fresh.idle, 2, "idle")
-    wait_until(lambda: fresh.metric("tridentlm_engine_restarts_total") == 1, 3, "the restart noted")
+    wait_until(fresh.idle, PATIENCE, "idle")
+    restarts = "tridentlm_engine_restarts_total"
+    wait_until(lambda: fresh.metric(restarts) == 1, PATIENCE, "the restart noted")
 
 
 def test_a_killed_engine_stub_is_replaced(fresh: Service) -> None:
     fresh.start()
     ends, _ = under_load(fresh, lambda: fresh.kill(fresh.engine_stub()))
     assert ends == ["error"] * STREAMS
-    wait_until(fresh.ready, 30, "ready again")
+    wait_until(fresh.ready, PATIENCE, "ready again")
     assert fresh.chat().status_code == 200
     generate = httpx.post(
         f"{fresh.triton_url}/v2/models/generate/generate",
         json={"text_input": "Hello", "max_tokens": 3, "stream": False},
-        timeout=30,
+        timeout=PATIENCE,
     )
     assert generate.json()["finish_reason"] == "length"
     assert fresh.stop() == 0
@@ -106,25 +108,29 @@ def test_a_killed_tritonserver_ends_the_service_with_the_reason(fresh: Service) 
     assert fresh.process is not None
     ends, _ = under_load(fresh, lambda: fresh.kill(fresh.tritonserver()))
     assert set(ends) <= {"error", "broken"}
-    assert fresh.process.wait(10) == 1
+    assert fresh.process.wait(PATIENCE) == 1
     assert "triton ended with SIGKILL" in fresh.log_text()
-    _, alive = psutil.wait_procs(family, timeout=3)
-    assert alive == []
+    wait_until_gone(family)
 
 
 def test_a_killed_proxy_worker_is_replaced_and_the_others_streams_run_on(tmp_path: Path) -> None:
     with Service(tmp_path, "--runner", "simulated", "--workers", "2") as service:
         workers = proxy_workers(service)
         assert len(workers) == 2
-        ends, _ = under_load(service, lambda: service.kill(workers[0]), max_tokens=800)
+        ends, _ = under_load(service, lambda: service.kill(busiest(workers)), max_tokens=1200)
         assert set(ends) == {"done", "broken"}
-        wait_until(lambda: len(proxy_workers(service)) == 2, 10, "the worker again")
+        wait_until(lambda: len(proxy_workers(service)) == 2, PATIENCE, "the worker again")
         wait_until(service.idle, 15, "the dead worker's requests aborted")
         assert all(service.chat().status_code == 200 for _ in range(20))
 
 
+def busiest(workers: list[psutil.Process]) -> psutil.Process:
+    """The one with most connections; which of them gets one is the system's choice."""
+    return max(workers, key=lambda worker: worker.num_fds())
+
+
 def proxy_workers(service: Service) -> list[psutil.Process]:
-    return [p for p in service.family() if "spawn_main" in " ".join(p.cmdline())]
+    return [p for p in service.family() if "spawn_main" in command_line(p)]
 
 
 def test_no_stub_outlives_a_bare_tritonserver_that_was_killed(tmp_path: Path) -> None:
@@ -141,16 +147,15 @@ def test_no_stub_outlives_a_bare_tritonserver_that_was_killed(tmp_path: Path) ->
 
     def ready() -> bool:
         try:
-            return httpx.get(f"{url}/health/ready", timeout=2).status_code == 200
+            return get(f"{url}/health/ready").status_code == 200
         except httpx.HTTPError:
             return False
 
     try:
-        wait_until(ready, 120, "tritonserver ready")
+        wait_until(ready, START_SECONDS, "tritonserver ready")
         family = psutil.Process(server.pid).children(recursive=True)
         assert len(family) >= 5
     finally:
         server.kill()
         server.wait()
-    _, alive = psutil.wait_procs(family, timeout=3)
-    assert alive == []
+    wait_until_gone(family)

@@ -14,13 +14,16 @@ import httpx
 import openai
 import pytest
 
-from tests.server.service import Service, wait_until
+from tests.server.service import Service
+from tests.waiting import PATIENCE, wait_until
 from tridentlm.config import EngineSettings
 from tridentlm.hub import default_model, resolve_model
 from tridentlm.text import Tokenizer
 
 pytestmark = pytest.mark.server
 MESSAGES: list[Any] = [{"role": "user", "content": "Weather in Paris?"}]
+SOON = 15.0
+"""Seconds; the 7000 tokens of those who leave would take 35."""
 TEMPLATE = (
     "{{ tools | tojson }}<tool_call>{% for m in messages %}[{{ m.role }}:{{ m.content }}"
     "{{ m.tool_calls | default([]) | tojson }}]{% endfor %}"
@@ -61,13 +64,13 @@ def test_seeded_choices_are_those_of_their_seeds_alone(case: Case) -> None:
 
 
 def test_a_stream_of_choices_that_is_left_frees_them_all(case: Case) -> None:
-    body = {"messages": MESSAGES, "n": 8, "stream": True, "max_tokens": 900, "ignore_eos": True}
+    body = {"messages": MESSAGES, "n": 8, "stream": True, "max_tokens": 7000, "ignore_eos": True}
     url = f"{case.service.url}/v1/chat/completions"
-    with httpx.stream("POST", url, json=body, timeout=30) as response:
+    with httpx.stream("POST", url, json=body, timeout=PATIENCE) as response:
         lines = response.iter_lines()
         assert next(lines).startswith("data: {")
-        wait_until(lambda: case.service.status()["unfinished"] == 8, 5, "all run")
-    wait_until(case.service.idle, 5, "every choice aborted")
+        wait_until(lambda: case.service.status()["unfinished"] == 8, SOON, "all run")
+    wait_until(case.service.idle, SOON, "every choice aborted")
 
 
 def test_tools_and_calls_reach_the_template(case: Case) -> None:
@@ -81,7 +84,7 @@ def test_tools_and_calls_reach_the_template(case: Case) -> None:
     ]
     extra = {"chat_template": TEMPLATE}
     fields = {"messages": messages, "tools": [TOOL], **extra}
-    answer = httpx.post(f"{case.service.url}/tokenize", json=fields, timeout=30).json()
+    answer = httpx.post(f"{case.service.url}/tokenize", json=fields, timeout=PATIENCE).json()
     text = tokenizer.decode(answer["tokens"])
     assert '"name": "get_weather", "parameters"' in text
     assert '"arguments": {"city": "Paris"}' in text
@@ -137,19 +140,19 @@ def test_a_cancelled_background_response_frees_the_engine(case: Case) -> None:
         model=case.model,
         input="Hi",
         background=True,
-        max_output_tokens=2000,
+        max_output_tokens=7000,
         extra_body={"ignore_eos": True},
     )
-    wait_until(lambda: case.service.status()["unfinished"] == 1, 5, "it runs")
+    wait_until(lambda: case.service.status()["unfinished"] == 1, SOON, "it runs")
     assert case.client.responses.cancel(made.id).status == "cancelled"
-    wait_until(case.service.idle, 5, "aborted")
+    wait_until(case.service.idle, SOON, "aborted")
 
 
 def test_generate_of_the_proxy_streams_whole_events(case: Case) -> None:
     body = {"text_input": "Once", "max_tokens": 4, "seed": 1}
     url = f"{case.service.url}/generate"
-    events = httpx.post(url, json=body, timeout=30).text.split("\n\n")
+    events = httpx.post(url, json=body, timeout=PATIENCE).text.split("\n\n")
     assert events[-2:] == ["data: [DONE]", ""]
-    whole = httpx.post(url, json={**body, "stream": False}, timeout=30).json()
+    whole = httpx.post(url, json={**body, "stream": False}, timeout=PATIENCE).json()
     assert whole["usage"]["completion_tokens"] == 4
     assert whole["finish_reason"] in ("length", "stop")

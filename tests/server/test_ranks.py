@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import httpx
-import psutil
 import pytest
 
 from tests.factory import make_tiny_model
-from tests.server.service import Service, wait_until
+from tests.server.service import Service
+from tests.waiting import PATIENCE, wait_until, wait_until_gone
 
 pytestmark = pytest.mark.server
 
@@ -26,17 +26,19 @@ def test_a_killed_rank_is_an_error_to_its_requests_and_the_service_comes_back(
         (follower,) = engine.children()
         body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1500, "stream": True}
         body |= {"ignore_eos": True}
-        with httpx.stream("POST", f"{service.url}/v1/chat/completions", json=body) as answer:
+        with httpx.stream(
+            "POST", f"{service.url}/v1/chat/completions", json=body, timeout=PATIENCE
+        ) as answer:
             stream = answer.iter_lines()
             next(stream)
             follower.kill()
             last = [line for line in stream if line][-2:]
         assert "error" in last[0]
         assert last[1] == "data: [DONE]"
-        wait_until(lambda: not service.ready(), 5, "not ready")
-        wait_until(service.ready, 60, "ready again")
+        wait_until(lambda: not service.ready(), PATIENCE, "not ready")
+        wait_until(service.ready, 2 * PATIENCE, "ready again")
         assert service.chat(temperature=0).json()["choices"][0]["message"]["content"] == text
         ranks = [service.engine_process(), *service.engine_process().children()]
         assert len(ranks) == 2
         assert engine not in ranks
-    assert not any(psutil.pid_exists(rank.pid) for rank in ranks)
+    wait_until_gone(ranks)

@@ -13,7 +13,8 @@ import pytest
 
 from tests.factory import make_tiny_model
 from tests.server.reference import Reference
-from tests.server.service import Service, wait_until
+from tests.server.service import Service
+from tests.waiting import PATIENCE, command_line, wait_until
 from tridentlm.config import EngineSettings
 from tridentlm.hub import resolve_model
 from tridentlm.text import Tokenizer
@@ -92,48 +93,48 @@ def test_plain_triton_clients_reach_the_second_model_too(service: Service) -> No
     body = {"text_input": "Hello", "max_tokens": 3, "stream": False}
     for ensemble in ("generate", "beta_generate"):
         url = f"{service.triton_url}/v2/models/{ensemble}/generate"
-        answer = httpx.post(url, json=body, timeout=30)
+        answer = httpx.post(url, json=body, timeout=PATIENCE)
         assert answer.status_code == 200, answer.text
         assert answer.json()["finish_reason"] in ("length", "stop")
 
 
 def test_one_engine_process_dies_and_the_other_model_goes_on(service: Service) -> None:
     models = {"alpha": "ready", "beta": "ready"}
-    assert httpx.get(f"{service.url}/health/ready").json()["models"] == models
+    assert health(service) == models
     with httpx.stream(
         "POST",
         f"{service.url}/v1/completions",
         json={"model": "alpha", "prompt": "a", "max_tokens": 500, "stream": True}
         | {"ignore_eos": True},
-        timeout=60,
+        timeout=PATIENCE,
     ) as running:
         lines = running.iter_lines()
         next(lines)
         engine_process(service, "beta_engine").kill()
-        wait_until(lambda: health(service)["beta"] != "ready", 5, "the loss is told")
+        wait_until(lambda: health(service)["beta"] != "ready", PATIENCE, "the loss is told")
         assert health(service)["alpha"] == "ready"
         assert service.chat(model="beta").status_code == 503
         assert service.chat(model="gpt-4").status_code == 200
         assert [line for line in lines if line][-1] == "data: [DONE]"
-    wait_until(lambda: health(service) == models, 60, "the lost engine is back")
+    wait_until(lambda: health(service) == models, 2 * PATIENCE, "the lost engine is back")
     assert service.chat(model="beta").status_code == 200
 
 
 def test_one_stub_dies_and_the_other_model_goes_on(service: Service) -> None:
     service.find("triton_python_backend_stub", "/beta_engine/1/model.py").kill()
-    wait_until(lambda: health(service)["beta"] != "ready", 10, "the loss is told")
+    wait_until(lambda: health(service)["beta"] != "ready", PATIENCE, "the loss is told")
     assert service.chat(model="alpha").status_code == 200
-    wait_until(lambda: health(service)["beta"] == "ready", 60, "the lost stub is back")
+    wait_until(lambda: health(service)["beta"] == "ready", 2 * PATIENCE, "the lost stub is back")
     assert service.chat(model="beta").status_code == 200
 
 
 def health(service: Service) -> dict[str, str]:
-    answer = httpx.get(f"{service.url}/health/ready", timeout=5)
+    answer = httpx.get(f"{service.url}/health/ready", timeout=PATIENCE)
     assert answer.status_code == 200, answer.text
     return dict(answer.json()["models"])
 
 
 def engine_process(service: Service, engine: str) -> psutil.Process:
     stub = service.find("triton_python_backend_stub", f"/{engine}/1/model.py")
-    [worker] = [p for p in stub.children() if "tridentlm.worker" in " ".join(p.cmdline())]
+    [worker] = [p for p in stub.children() if "tridentlm.worker" in command_line(p)]
     return worker

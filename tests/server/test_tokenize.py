@@ -11,6 +11,7 @@ import openai
 import pytest
 
 from tests.server.service import Service
+from tests.waiting import PATIENCE
 from tridentlm.config import EngineSettings
 from tridentlm.hub import default_model, resolve_model
 from tridentlm.text import Tokenizer
@@ -34,7 +35,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 
 
 def post(service: Service, path: str, **body: Any) -> Any:
-    response = httpx.post(service.url + path, json=body, timeout=30)
+    response = httpx.post(service.url + path, json=body, timeout=PATIENCE)
     assert response.status_code == 200, response.text
     return response.json()
 
@@ -92,7 +93,7 @@ def test_a_requests_own_template_is_used(service: Service, tokenizer: Tokenizer)
 def test_what_cannot_be_done_is_a_400(
     service: Service, path: str, body: dict[str, Any], param: str
 ) -> None:
-    response = httpx.post(service.url + path, json=body, timeout=30)
+    response = httpx.post(service.url + path, json=body, timeout=PATIENCE)
     assert response.status_code == 400, response.text
     assert response.json()["error"]["param"] == param
 
@@ -104,5 +105,5 @@ def test_a_plain_triton_client_reaches_the_tokenizer(service: Service, tmp_path:
         for name, data in (("op", "tokenize"), ("request", '{"prompt": "Hi"}'))
     ]
     url = f"{service.triton_url}/v2/models/tokenizer/infer"
-    response = httpx.post(url, json={"inputs": inputs}, timeout=30)
+    response = httpx.post(url, json={"inputs": inputs}, timeout=PATIENCE)
     assert response.status_code == 200, response.text

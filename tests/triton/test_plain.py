@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 
 from tests.triton.test_sessions import Numbers
+from tests.waiting import PATIENCE, wait_until
 from tridentlm.core.request import FinishReason, SamplingParams
 from tridentlm.errors import EngineDown, TridentError
 from tridentlm.streams import TextStream
+from tridentlm.triton import plain
 from tridentlm.triton.plain import RELAY_WINDOW, PlainRequest, PlainSender
 
 
@@ -37,7 +39,7 @@ class Client:
         end: dict[str, Any] | None,
         relay: str | None,
     ) -> None:
-        self.gate.wait(5)
+        self.gate.wait(PATIENCE)
         self.texts.append(text)
         self.told.append(told)
         self.end = end
@@ -82,13 +84,6 @@ def feed(stream: TextStream, token: int, finish: int = 0) -> None:
     stream.outlet.mark(stream)
 
 
-def soon(condition: Any, seconds: float = 2.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.005)
-
-
 def test_tokens_merge_while_a_send_is_under_way_and_none_is_lost(rig: Rig) -> None:
     client, stream = rig.open()
     client.gate.clear()
@@ -96,7 +91,7 @@ def test_tokens_merge_while_a_send_is_under_way_and_none_is_lost(rig: Rig) -> No
         feed(stream, token)
     client.gate.set()
     feed(stream, 50, FinishReason.LENGTH)
-    soon(lambda: client.end is not None)
+    wait_until(lambda: client.end is not None)
     assert "".join(client.texts) == "".join(f"{i} " for i in range(51))
     assert len(client.texts) < 10
 
@@ -108,7 +103,7 @@ def test_without_streaming_there_is_exactly_one_response(rig: Rig) -> None:
     time.sleep(0.05)
     assert client.texts == []
     feed(stream, 5, FinishReason.LENGTH)
-    soon(lambda: client.end is not None)
+    wait_until(lambda: client.end is not None)
     assert client.texts == ["0 1 2 3 4 5 "]
 
 
@@ -116,7 +111,7 @@ def test_an_error_before_any_output_is_tritons_own_error(rig: Rig) -> None:
     client, stream = rig.open()
     stream.fail(EngineDown("gone"))
     stream.outlet.mark(stream)
-    soon(lambda: client.error is not None)
+    wait_until(lambda: client.error is not None)
     assert isinstance(client.error, EngineDown)
     assert client.texts == []
 
@@ -124,16 +119,19 @@ def test_an_error_before_any_output_is_tritons_own_error(rig: Rig) -> None:
 def test_an_error_after_output_is_a_normal_last_response(rig: Rig) -> None:
     client, stream = rig.open()
     feed(stream, 1)
-    soon(lambda: client.texts == ["1 "])
+    wait_until(lambda: client.texts == ["1 "])
     stream.fail(EngineDown("gone"))
     stream.outlet.mark(stream)
-    soon(lambda: client.end is not None)
+    wait_until(lambda: client.end is not None)
     assert client.error is None
     assert client.end is not None
     assert client.end["error"]["message"] == "gone"
 
 
-def test_relayed_responses_wait_while_the_relay_is_behind(rig: Rig) -> None:
+def test_relayed_responses_wait_while_the_relay_is_behind(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plain, "RELAY_SILENCE_SECONDS", 3600.0)
     client, stream = rig.open(relayed=True)
     rig.sender.passed(0)
     for token in range(3 * RELAY_WINDOW):
@@ -143,7 +141,7 @@ def test_relayed_responses_wait_while_the_relay_is_behind(rig: Rig) -> None:
     assert len(client.texts) <= RELAY_WINDOW
     rig.sender.passed(RELAY_WINDOW)
     feed(stream, 1, FinishReason.LENGTH)
-    soon(lambda: client.end is not None)
+    wait_until(lambda: client.end is not None)
 
 
 def test_a_silent_relay_holds_nobody_up_for_ever(rig: Rig) -> None:
@@ -152,15 +150,15 @@ def test_a_silent_relay_holds_nobody_up_for_ever(rig: Rig) -> None:
         feed(stream, token)
         time.sleep(0.0005)
     feed(stream, 1, FinishReason.LENGTH)
-    soon(lambda: client.end is not None)
+    wait_until(lambda: client.end is not None)
 
 
 def test_a_relayed_request_without_output_beats(rig: Rig) -> None:
     client, _ = rig.open(relayed=True)
-    soon(lambda: client.beats >= 2)
+    wait_until(lambda: client.beats >= 2)
 
 
 def test_a_direct_client_that_has_gone_is_aborted(rig: Rig) -> None:
     client, stream = rig.open()
     client.gone = True
-    soon(lambda: stream in rig.aborted)
+    wait_until(lambda: stream in rig.aborted)
