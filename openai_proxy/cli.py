@@ -65,6 +65,7 @@ def serve(
     from openai_proxy.launchplan import ServeOptions, check_several
     from openai_proxy.repository import engine_configs, ensembles, ready_repository
     from tridentlm.hub import resolve_model
+    from tridentlm.parallel.check import check_ranks
 
     engine = chosen(EngineSettings, flags)
     models = model_choices(engine)
@@ -93,6 +94,7 @@ def serve(
     names: list[str] = []
     for each in settings:
         files = resolve_model(each)
+        check_ranks(each, files)
         names += (files.name, *each.served_names[1:])
         say(f"model: {', '.join((files.name, *each.served_names[1:]))} ({files.path})")
     check_several(settings, names)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import re
 import shutil
 import subprocess
@@ -24,6 +23,7 @@ from openai_proxy.tritonserver import (
     stub_problem,
 )
 from tridentlm.errors import TridentError
+from tridentlm.gpus import torch_cuda
 from tridentlm.hub import DEFAULT_FILE, cache_dir
 
 GIB = 1 << 30
@@ -86,7 +86,7 @@ def _torch() -> Iterator[Finding]:
     if not version:
         yield Finding("torch", "fail", "none", "pip install 'torch>=2.8'")
         return
-    cuda = _torch_cuda()
+    cuda = torch_cuda()
     build = f"{version} (CUDA {cuda})" if cuda else f"{version} (CPU only)"
     if gpus and not cuda:
         yield Finding("torch", "note", build, "A GPU is there: install a CUDA build to use it.")
@@ -183,16 +183,6 @@ def _installed(name: str) -> str:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return ""
-
-
-def _torch_cuda() -> str:
-    """The CUDA version of the torch build, "" for the CPU; read from its file: imports are slow."""
-    spec = importlib.util.find_spec("torch")
-    if spec is None or spec.origin is None:
-        return ""
-    source = Path(spec.origin).with_name("version.py").read_text()
-    found = re.search(r"^cuda\b.*=\s*['\"]([\d.]+)['\"]", source, re.MULTILINE)
-    return found.group(1) if found else ""
 
 
 def _gpus() -> list[str]:

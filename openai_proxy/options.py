@@ -35,6 +35,7 @@ ENGINE_HELP = {
     "load_format": "auto, or dummy: random weights for a folder's config.json.",
     "backend": "auto, torch or flashinfer (CUDA only).",
     "tp": "Tensor parallelism: processes that share the model, on CUDA one per visible GPU.",
+    "rank_timeout": "Seconds that a process of those may be behind the others at the start.",
     "page_size": "Tokens in a page of the KV cache; 0: 64 with flashinfer, else 16.",
     "num_pages": "Pages of the KV cache; 0: from the memory.",
     "kv_memory_gb": "Memory of the KV cache in GiB; 0: from the hardware.",

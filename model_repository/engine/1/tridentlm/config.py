@@ -48,6 +48,7 @@ class EngineSettings:
     load_format: str = "auto"
     backend: str = "auto"
     tp: int = 1
+    rank_timeout: float = 300.0
     page_size: int = 0
     num_pages: int = 0
     kv_memory_gb: float = 0.0
@@ -91,6 +92,8 @@ class EngineSettings:
                 raise InvalidRequest(f"{name} must be in (0, 1].", param=name)
         if self.tp < 1:
             raise InvalidRequest("tp must be at least 1.", param="tp")
+        if self.rank_timeout <= 0:
+            raise InvalidRequest("rank_timeout must be more than 0.", param="rank_timeout")
         for name in ("tp", "quantize", "kv_dtype"):
             if self.runner == "simulated" and getattr(self, name) not in (1, "none", "auto"):
                 raise InvalidRequest(f"The simulated runner has no {name}.", param=name)

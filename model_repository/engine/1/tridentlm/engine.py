@@ -41,8 +41,10 @@ def build_runner(settings: EngineSettings) -> tuple[Runner, str]:
         return SimulatedRunner(settings), settings.served_model_name or "simulated"
     files = resolve_model(settings)
     if settings.tp > 1:
+        from tridentlm.parallel.check import check_ranks
         from tridentlm.parallel.followers import Followers
 
+        check_ranks(settings, files)
         followers = Followers(settings.tp - 1)  # load torch while this process does
         from tridentlm.parallel.leader import ParallelRunner
 

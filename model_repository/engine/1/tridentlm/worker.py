@@ -11,7 +11,6 @@ import faulthandler
 import logging
 import os
 import signal
-import sys
 import threading
 import time
 import traceback
@@ -203,4 +202,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    # After the last message: where a rank was lost, Python's own end would wait for NCCL for ever.
+    os._exit(main())

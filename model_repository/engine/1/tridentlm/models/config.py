@@ -139,6 +139,8 @@ class ModelConfig:
     ) -> ModelConfig:
         """From a GGUF file's scalar metadata, its tensors' shapes (as in torch), rope_freqs."""
         name = str(metadata.get("general.architecture"))
+        if "token_embd.weight" not in shapes:
+            raise InvalidRequest("The GGUF file holds no token embedding.", param="model")
         family = gguf_family(name)
         values = {k.removeprefix(name + "."): v for k, v in metadata.items()}
         heads, hidden = (_integer(values, n) for n in ("attention.head_count", "embedding_length"))

@@ -13,7 +13,6 @@ import gguf
 import numpy as np
 import torch
 
-from tridentlm.errors import InvalidRequest
 from tridentlm.models.checkpoint import Stored
 from tridentlm.models.config import ModelConfig
 from tridentlm.models.gguf_header import GGUFTensor, read_header
@@ -53,8 +52,6 @@ class GGUFModel:
 
     def __init__(self, path: Path) -> None:
         header = read_header(path)
-        if "token_embd.weight" not in header.tensors:
-            raise InvalidRequest(f"{path} holds no token embedding.", param="model")
         self.where = path
         shapes = {name: tensor.shape for name, tensor in header.tensors.items()}
         factors = header.tensors.pop(_ROPE_FACTORS, None)

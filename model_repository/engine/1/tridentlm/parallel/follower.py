@@ -15,11 +15,13 @@ import threading
 import traceback
 from multiprocessing.connection import Connection
 
+import torch
+
 from tridentlm import memory
 from tridentlm.errors import InternalError, TridentError
 from tridentlm.models.shard import Shard
-from tridentlm.parallel.followers import Job, wait_for_hangup
-from tridentlm.parallel.group import joined
+from tridentlm.parallel.followers import TRACE_SIGNAL, Job, wait_for_hangup
+from tridentlm.parallel.group import DistributedGroup, enter_store
 from tridentlm.runner import ModelRunner
 from tridentlm.startup import settle
 
@@ -27,13 +29,26 @@ from tridentlm.startup import settle
 def follow(leader: Connection) -> None:
     """Loads what the leader says, then computes plans until it says None."""
     job: Job = leader.recv()
-    with joined(Shard(job.rank, job.settings.tp), job.port, job.device) as group:
-        runner = ModelRunner(job.settings, job.files, group)
-        settle()
+    timeout = job.settings.rank_timeout
+    leader.send(None)
+
+    def wait_until_loaded() -> None:
         leader.send(None)
-        while (plan := leader.recv()) is not None:
-            runner.launch(plan)
-    runner.close()
+        if not leader.poll(timeout):
+            raise InternalError(
+                f"Rank 0 did not load its weights within {timeout:g} s (rank_timeout)."
+            )
+        leader.recv()
+
+    shard, store = Shard(job.rank, job.settings.tp), enter_store(job.port, timeout)
+    group = DistributedGroup(shard, store, job.device, timeout, wait_until_loaded)
+    runner = ModelRunner(job.settings, job.files, group)
+    settle()
+    leader.send(None)
+    while (plan := leader.recv()) is not None:
+        runner.launch(plan)
+    if runner.device == "cuda":
+        torch.cuda.synchronize()  # the leader's last kernels wait for what this rank's send
 
 
 def end_with(leader: Connection) -> None:
@@ -45,6 +60,7 @@ def end_with(leader: Connection) -> None:
 def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.enable()
+    faulthandler.register(TRACE_SIGNAL)
     logging.basicConfig(level=logging.WARNING, format="engine rank: %(message)s")
     logging.getLogger(memory.__name__).setLevel(logging.INFO)
     leader = Connection(int(sys.argv[1]))
@@ -62,4 +78,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    # Python's own end would free CUDA Graphs and NCCL in any order, and some wait for ever.
+    os._exit(main())

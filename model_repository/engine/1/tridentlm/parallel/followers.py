@@ -2,11 +2,17 @@
 
 Messages go through a pair of sockets for each:
 
-    to a follower     a Job, StepPlans, None at the end
-    from a follower   None when it is ready, or the error that ends it
+    leader                                           follower
+    Job ───────────────────────────────────────────►
+                      ◄──────────────────────── None  has arrived; joins, loads its weights
+                      ◄──────────────────────── None  has loaded
+    GO, when all have loaded ──────────────────────►  measures memory, captures graphs
+                      ◄──────────────────────── None  is ready
+    StepPlan, StepPlan, ..., None ─────────────────►  computes, ends
 
-A rank that ends, however it ends, closes its sockets. The leader's process ends then too, and with
-it all others.
+A follower that fails says its error instead. One that is `rank_timeout` seconds behind the leader
+fails the start. A rank that ends, however it ends, closes its sockets; the leader's process ends
+then too, and with it all others.
 """
 
 from __future__ import annotations
@@ -16,6 +22,7 @@ import logging
 import os
 import pickle
 import select
+import signal
 import subprocess
 import sys
 import threading
@@ -23,7 +30,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from multiprocessing import Pipe
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import numpy as np
@@ -41,6 +48,11 @@ GRACE_SECONDS = 2.0
 """For the leader to say what is wrong, before it ends because a follower has ended."""
 
 EXIT_SECONDS = 1.0
+
+TRACE_SIGNAL, TRACE_SECONDS = signal.SIGUSR1, 0.3
+
+GO = "go"
+ARRIVE, LOAD, GET_READY = "arrive", "load its weights", "get ready"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,15 +88,40 @@ class Followers:
             self._connections.append(ours)
         threading.Thread(target=self._watch, daemon=True).start()
 
+    @property
+    def ranks(self) -> int:
+        """All, with the leader."""
+        return len(self._processes) + 1
+
     def assign(self, job: Job) -> None:
         """Gives ranks 1, 2, ... the job, each with its own rank."""
         for rank, connection in enumerate(self._connections, 1):
             connection.send(replace(job, rank=rank))
 
-    def wait_until_ready(self) -> None:
-        """Raises the error of a follower that ends instead, or EOFError."""
+    def wait_for(self, stage: str, seconds: float) -> None:
+        """Returns when every follower has said that it has reached the `stage`.
+
+        Raises the error of one that ends instead, EOFError if it leaves none, and InternalError
+        when one is not there after `seconds`.
+        """
+        waiting = {connection: rank for rank, connection in enumerate(self._connections, 1)}
+        deadline = time.monotonic() + seconds
+        while waiting:
+            heard = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            for connection in heard:
+                assert isinstance(connection, Connection)
+                _raise_if_error(connection.recv())
+                del waiting[connection]
+            if not heard:
+                if stage != ARRIVE:
+                    self.trace()
+                names = f"Rank {', '.join(map(str, waiting.values()))} of {self.ranks}"
+                raise InternalError(f"{names} did not {stage} within {seconds:g} s (rank_timeout).")
+
+    def go(self) -> None:
+        """Lets them compute together: all have loaded."""
         for connection in self._connections:
-            _raise_if_error(connection.recv())
+            connection.send(GO)
 
     def send(self, plan: StepPlan) -> None:
         """Raises OSError when a follower has ended."""
@@ -92,16 +129,25 @@ class Followers:
         for connection in self._connections:
             connection.send_bytes(message)
 
+    def trace(self) -> None:
+        """Lets those that have arrived write to stderr where their threads are."""
+        for process in self._processes:
+            process.send_signal(TRACE_SIGNAL)
+        time.sleep(TRACE_SECONDS)
+
+    def ended(self) -> list[tuple[int, int]]:
+        """(exit code, rank) of those that have ended."""
+        codes = [process.poll() for process in self._processes]
+        return [(code, rank) for rank, code in enumerate(codes, 1) if code is not None]
+
     def reason(self) -> TridentError | None:
         """Why a follower has ended, or None: all live."""
         deadline = time.monotonic() + EXIT_SECONDS
         while time.monotonic() < deadline:
-            codes = [process.poll() for process in self._processes]
-            ended = [(code, rank) for rank, code in enumerate(codes, 1) if code is not None]
-            if ended:
+            if ended := self.ended():
                 code, rank = min(ended)  # one killed by a signal takes others with it
                 return self._last_words(rank) or InternalError(
-                    f"Rank {rank} of {len(codes) + 1} ended with code {code}."
+                    f"Rank {rank} of {self.ranks} ended with code {code}."
                 )
             time.sleep(0.02)
         return None
@@ -140,11 +186,12 @@ class Followers:
         return None
 
     def _watch(self) -> None:
-        rank = 1 + wait_for_hangup(self._connections)
+        wait_for_hangup(self._connections)
         if not self._closing:
             time.sleep(GRACE_SECONDS)
         if not self._closing:
-            logger.error("Rank %d has ended, and the engine with it.", rank)
+            reason = self.reason()
+            logger.error("%s The engine ends with it.", reason and reason.message)
             os._exit(1)
 
 

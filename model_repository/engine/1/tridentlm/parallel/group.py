@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]
 
 from tridentlm.models.shard import Shard
 
 LOOPBACK = "127.0.0.1"
+ABORT_SECONDS = 1.0
 
 
 class Group:
@@ -48,33 +51,75 @@ class Group:
         """The smallest of all ranks' values."""
         return value
 
+    def wait_until_loaded(self) -> None:
+        """Returns when every rank has loaded its weights and says so by this call."""
+
 
 class DistributedGroup(Group):
-    """Tensors on a GPU go through NCCL, others through gloo."""
+    """Tensors on a GPU go through NCCL, others through gloo.
 
-    def __init__(self, shard: Shard) -> None:
-        self.shard = shard
+    Both are torch's own objects, but not its "default process group": a process has one of those,
+    and a start that failed leaves a number behind with which the next one would never meet.
+    """
+
+    def __init__(
+        self,
+        shard: Shard,
+        store: Any,
+        device: str,
+        timeout: float,
+        wait_until_loaded: Callable[[], None],
+    ) -> None:
+        """Returns when all ranks have found each other in `store`.
+
+        `device` is "cuda" or "cpu". On CUDA, rank r computes on the r-th visible device. Raises
+        RuntimeError when one does not come, or later keeps the others waiting, for `timeout` s.
+        """
+        self.shard, self._store, self._wait_until_loaded = shard, store, wait_until_loaded
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        limit = timedelta(seconds=timeout)
+        place = (shard.rank, shard.size)
+        self._gloo: Any = dist.ProcessGroupGloo(PrefixStore("gloo", store), *place, limit)
+        self._nccl = _connect_nccl(store, shard, limit) if device == "cuda" else None
+        self._tensors: Any = self._nccl or self._gloo
+        self._sum = _options(dist.AllreduceOptions())
+        self._smallest = _options(dist.AllreduceOptions(), reduceOp=dist.ReduceOp.MIN)
+        self._gathering = _options(AllgatherOptions())
+        self._from_leader = _options(dist.BroadcastOptions(), rootRank=0)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        dist.all_reduce(x)
+        _wait(self._tensors.allreduce([x], self._sum))
         return x
 
     def gather(self, x: torch.Tensor, width: int) -> torch.Tensor:
         parts = [torch.empty_like(x) for _ in range(self.shard.size)]
-        dist.all_gather(parts, x)
+        _wait(self._tensors.allgather([parts], [x], self._gathering))
         return torch.cat(parts, -1)[:, :width].contiguous()
 
     def broadcast(self, x: torch.Tensor) -> None:
-        dist.broadcast(x, 0)
+        _wait(self._tensors.broadcast([x], self._from_leader))
 
     def least(self, value: int) -> int:
         smallest = torch.tensor(value)
-        dist.all_reduce(smallest, dist.ReduceOp.MIN)
+        _wait(self._gloo.allreduce([smallest], self._smallest))
         return int(smallest)
+
+    def wait_until_loaded(self) -> None:
+        self._wait_until_loaded()
+
+    def close(self) -> None:
+        """Lets go of the other ranks, dead or alive. CUDA Graphs with this group must be gone."""
+        if self._nccl is None:
+            return
+        # An orderly end would wait for the others, and any end waits for graphs: for ever, where a
+        # failure still holds one. The process may end meanwhile.
+        ending = threading.Thread(target=self._nccl.abort, daemon=True)
+        ending.start()
+        ending.join(ABORT_SECONDS)
 
 
 def open_store() -> tuple[Any, int]:
-    """Where the ranks find each other, and its port. Only this host reaches it."""
+    """Where the ranks of one start find each other, and its port. Only this host reaches it."""
     server = socket.create_server((LOOPBACK, 0))
     port = server.getsockname()[1]
     descriptor = server.detach()  # the store closes it
@@ -84,27 +129,31 @@ def open_store() -> tuple[Any, int]:
     return store, port
 
 
-@contextmanager
-def joined(shard: Shard, store: Any, device: str) -> Iterator[Group]:
-    """This process as one of the ranks; `store`: the leader's, or its port there.
+def enter_store(port: int, timeout: float) -> Any:
+    """The leader's store, from another process. Raises RuntimeError after `timeout` s."""
+    return TCPStore(LOOPBACK, port, is_master=False, timeout=timedelta(seconds=timeout))
 
-    `device` is "cuda" or "cpu". On CUDA, rank r computes on the r-th visible device.
-    """
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+def _connect_nccl(store: Any, shard: Shard, limit: timedelta) -> Any:
+    """With a communicator made: nothing of it may be set up while a graph is captured."""
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # multicast fails where the driver forbids it
-    if isinstance(store, int):
-        store = TCPStore(LOOPBACK, store, is_master=False)
-    if device == "cuda":
-        torch.cuda.set_device(shard.rank)
-    # Ranks meet under a number that each process counts for itself, and a failure can leave behind.
-    dist.distributed_c10d._world.group_count = 0
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
-        store=store,
-        rank=shard.rank,
-        world_size=shard.size,
-    )
-    try:
-        yield DistributedGroup(shard)
-    finally:
-        dist.destroy_process_group()
+    device = torch.device("cuda", shard.rank)
+    torch.cuda.set_device(device)
+    options: Any = dist.ProcessGroupNCCL.Options()
+    options._timeout = limit
+    options.group_name, options.global_ranks_in_group = "ranks", []
+    nccl = dist.ProcessGroupNCCL(PrefixStore("nccl", store), shard.rank, shard.size, options)
+    nccl.eager_connect_single_device(device)
+    return nccl
+
+
+def _options(options: Any, **values: Any) -> Any:
+    options.asyncOp = False  # NCCL runs on the current stream: the one that a CUDA Graph captures
+    for name, value in values.items():
+        setattr(options, name, value)
+    return options
+
+
+def _wait(work: Any) -> None:
+    if work is not None:  # as it is of NCCL on the current stream
+        work.wait()

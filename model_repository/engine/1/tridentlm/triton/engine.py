@@ -79,6 +79,7 @@ class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
         from tridentlm.config import resolve_settings
         from tridentlm.hub import resolve_model
+        from tridentlm.parallel.check import check_ranks
         from tridentlm.text import Tokenizer
         from tridentlm.triton.broker import Broker
         from tridentlm.triton.metrics import Metrics
@@ -89,12 +90,13 @@ class TritonPythonModel:
         exit_with_server()
         tensors.check_package_version(Path(args["model_repository"]) / args["model_version"] / "x")
         self._name = args["model_name"]
-        settings = resolve_settings(tensors.config_parameters(args))
-        files = resolve_model(settings)
-        metrics = Metrics({"model": files.name, "engine": self._name})
-        process = EngineProcess(settings, metrics.restarted)
-        self._broker = Broker(settings, files.name, Tokenizer.load(files), process, metrics)
         try:
+            settings = resolve_settings(tensors.config_parameters(args))
+            files = resolve_model(settings)
+            check_ranks(settings, files)
+            metrics = Metrics({"model": files.name, "engine": self._name})
+            process = EngineProcess(settings, metrics.restarted)
+            self._broker = Broker(settings, files.name, Tokenizer.load(files), process, metrics)
             self._broker.start()
         except TridentError as error:
             raise pb_utils.TritonModelException(error.message) from error
