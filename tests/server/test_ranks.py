@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import httpx
@@ -9,7 +12,7 @@ import pytest
 
 from tests.factory import make_tiny_model
 from tests.server.service import Service
-from tests.waiting import PATIENCE, wait_until, wait_until_gone
+from tests.waiting import PATIENCE, free_ports, wait_until, wait_until_gone
 
 pytestmark = pytest.mark.server
 
@@ -42,3 +45,22 @@ def test_a_killed_rank_is_an_error_to_its_requests_and_the_service_comes_back(
         assert len(ranks) == 2
         assert engine not in ranks
     wait_until_gone(ranks)
+
+
+def test_triton_and_the_launcher_refuse_ranks_that_cannot_work(tmp_path: Path) -> None:
+    folder = str(make_tiny_model("llama", tmp_path / "model"))
+    reason = "tp is 3, and 4 query heads cannot be divided by it. This model can have tp 1, 2, 4."
+    command = [sys.executable, "-m", "openai_proxy.cli"]
+    options = {"capture_output": True, "text": True, "timeout": 2 * PATIENCE}
+    done = subprocess.run([*command, "serve", "--model", folder, "--tp", "3"], **options)
+    assert (done.returncode, done.stderr) == (1, f"tridentlm: {reason}\n")
+
+    repository = Path(__file__).parents[2] / "model_repository"
+    ports = zip(("http", "grpc", "metrics"), free_ports(3), strict=True)
+    flags = [f"--model-repository={repository}", *(f"--{name}-port={port}" for name, port in ports)]
+    flags += ["--model-control-mode=explicit", "--load-model=engine"]
+    environ = {**os.environ, "TRIDENTLM_MODEL": folder, "TRIDENTLM_TP": "3"}
+    done = subprocess.run([*command, "triton", "--", *flags], env=environ, **options)
+    assert done.returncode == 1
+    assert "load failed for model 'engine'" in done.stderr
+    assert reason in done.stderr
