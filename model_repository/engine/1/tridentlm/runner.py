@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from dataclasses import replace
@@ -83,7 +84,7 @@ class ModelRunner:
         self._graph_max_batch = min(settings.cuda_graph_max_batch, settings.max_running)
         settings = replace(settings, page_size=settings.page_size or PAGE_SIZES[self.backend])
         with torch.inference_mode():
-            group.least(0)  # all have loaded: what they compute together from here on can begin
+            group.wait_until_loaded()
             room = measure_room(
                 self._device,
                 lambda: self._profile(settings, step_budget(settings, self._device)),
@@ -110,9 +111,12 @@ class ModelRunner:
             return self._executor.launch(plan)
 
     def close(self) -> None:
-        """Frees the model and the KV pool."""
+        """Frees the model and the KV pool, once what was launched is done."""
+        if self.device == "cuda":
+            torch.cuda.synchronize(self._device)
         del self._decoder, self._executor
         if self.device == "cuda":
+            gc.collect()  # no graph may be left when a group that it calls is let go
             torch.cuda.empty_cache()
 
     def _make_executor(
@@ -167,7 +171,7 @@ class ModelRunner:
         return (pages + 1) * KVCache.page_bytes(self._decoder.config, page_size, self._kv_dtype)
 
     def _warm_up(self) -> None:
-        """Computes a full step, so that the first request finds kernels and memory in place."""
+        """Computes full steps, so that the first request finds kernels and memory in place."""
         limits = self.limits
         row = min(limits.max_tokens_held, limits.max_step_tokens)
         rows = min(limits.max_step_tokens // row, limits.num_pages // limits.pages_for(row))
