@@ -7,10 +7,10 @@ import pytest
 
 from tests.engine.test_engine import run
 from tridentlm.config import EngineSettings
-from tridentlm.core.request import Request
+from tridentlm.core.request import Request, SamplingParams
 from tridentlm.engine import Engine
 from tridentlm.errors import InvalidRequest
-from tridentlm.simulated import END_TOKEN, FIRST_TOKEN, SimulatedRunner
+from tridentlm.simulated import END_TOKEN, FIRST_TOKEN, SimulatedRunner, check_simulated
 
 
 def make_engine(step_ms: float = 0.0, steps_in_flight: int = 1, **values: int) -> Engine:
@@ -83,3 +83,28 @@ def test_what_only_a_model_has_is_refused(name: str, value: Any) -> None:
     with pytest.raises(InvalidRequest, match=name) as caught:
         EngineSettings(runner="simulated", **{name: value})
     assert caught.value.param == name
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"top_k": 5},
+        {"top_p": 0.9},
+        {"min_p": 0.1},
+        {"presence_penalty": 0.5},
+        {"frequency_penalty": -0.5},
+        {"repetition_penalty": 1.1},
+        {"logit_bias": ((7, 1.0),)},
+        {"min_tokens": 3, "stop_token_ids": (400,)},
+    ],
+)
+def test_what_only_logits_could_follow_is_refused(asked: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest, match="no logits") as caught:
+        check_simulated(SamplingParams(**asked))
+    assert caught.value.param == next(iter(asked))
+
+
+def test_what_it_can_do_is_taken() -> None:
+    stops = {"stop": ("x",), "stop_token_ids": (5,), "ignore_eos": True}
+    check_simulated(SamplingParams(temperature=0.7, seed=1, top_k=-1, logprobs=5, **stops))
+    check_simulated(SamplingParams(min_tokens=3, prompt_logprobs=1))

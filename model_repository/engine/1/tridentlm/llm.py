@@ -17,6 +17,7 @@ from tridentlm.engine import Engine, build_runner, load_grammars
 from tridentlm.errors import InternalError, InvalidRequest
 from tridentlm.hub import resolve_model
 from tridentlm.protocol import TokenLogprob
+from tridentlm.simulated import check_simulated
 from tridentlm.streams import TextStream
 from tridentlm.text import Tokenizer
 from tridentlm.tokenlog import TokenLog, tell
@@ -53,7 +54,7 @@ class LLM:
         runner, self.name = build_runner(resolved)
         grammars = load_grammars(runner, resolved, self.tokenizer)
         self._engine = Engine.from_settings(runner, resolved, grammars)
-        self._policy = resolved.policy
+        self._settings = resolved
         self._next_id = 0
 
     def __enter__(self) -> LLM:
@@ -104,7 +105,9 @@ class LLM:
         self._engine.limits.check_ids(ids)  # before a large id is cut to 32 bits
         if params.grammar is not None:
             grammar.check(params.grammar)
-        check_priority(self._policy, params.priority)
+        if self._settings.runner == "simulated":
+            check_simulated(params)
+        check_priority(self._settings.policy, params.priority)
         self._next_id += 1
         return Request.build(
             self._next_id,

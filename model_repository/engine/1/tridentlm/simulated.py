@@ -2,7 +2,8 @@
 
 Every step takes `step_ms`, whatever it holds, and the next token is a hash of the last one, the
 position and, unless greedy, the seed: a request's answer does not depend on its neighbours.
-Log-probabilities are made up (-1, -2, ...); penalties and biases have no effect.
+Log-probabilities are made up like the text (-1, -2, ...). There are no logits, and what would
+change or filter them is refused: `check_simulated`.
 """
 
 from __future__ import annotations
@@ -14,14 +15,40 @@ import numpy.typing as npt
 
 from tridentlm.config import EngineSettings
 from tridentlm.core.extras import Logprobs
+from tridentlm.core.params import SamplingParams
 from tridentlm.core.plan import FROM_DEVICE, I32, I64, StepPlan
 from tridentlm.core.request import Limits
+from tridentlm.errors import InvalidRequest
 
 VOCAB_SIZE = 49152
 FIRST_TOKEN, END_TOKEN = 300, 40000  # ordinary words in the default model's tokenizer
 PAGE_SIZE = 16
 MAX_MODEL_LEN = 8192
 MAX_STEP_TOKENS = 8192
+
+OF_LOGITS = (
+    "top_p",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+)
+PLAIN = SamplingParams()
+
+
+def check_simulated(params: SamplingParams) -> None:
+    """Raises InvalidRequest for a parameter that only a model's logits could follow."""
+    asked = {name: getattr(params, name) != getattr(PLAIN, name) for name in OF_LOGITS}
+    asked["top_k"] = params.top_k > 0
+    asked["min_tokens"] = bool(params.min_tokens and params.stop_token_ids)  # it samples no EOS
+    for name, is_asked in asked.items():
+        if is_asked:
+            raise InvalidRequest(
+                f"The simulated runner has no logits, so it cannot follow {name}.",
+                param=name,
+                code="unsupported_parameter",
+            )
 
 
 class SimulatedStep:

@@ -24,6 +24,7 @@ from tridentlm.core.policy import check_priority
 from tridentlm.core.request import Limits, Request, SamplingParams
 from tridentlm.errors import EngineDown, InvalidRequest, Overloaded, TridentError
 from tridentlm.protocol import VERSION
+from tridentlm.simulated import check_simulated
 from tridentlm.streams import Outlet, TextStream
 from tridentlm.text import Tokenizer
 from tridentlm.tokenlog import TokenLog
@@ -192,6 +193,8 @@ class Broker:
         if not isinstance(sampling, dict):
             raise InvalidRequest("sampling must be a JSON object.", param="sampling")
         params = SamplingParams.from_mapping(sampling)
+        if self._settings.runner == "simulated":
+            check_simulated(params)
         if params.grammar is not None:
             self._process.check_grammar()
         check_priority(self._settings.policy, params.priority)
