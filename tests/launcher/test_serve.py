@@ -100,7 +100,7 @@ def test_a_second_signal_ends_at_once() -> None:
             "stream": True,
             "ignore_eos": True,
         }
-        with httpx.stream("POST", service.url + CHAT, json=body, timeout=60) as response:
+        with httpx.stream("POST", service.url + CHAT, json=body, timeout=PATIENCE) as response:
             next(response.iter_lines())
             service.observe()
             service.child.send_signal(signal.SIGINT)

@@ -135,6 +135,6 @@ def _wheel() -> Path:
 
 def _status(url: str) -> int:
     try:
-        return httpx.get(url, verify=False).status_code
+        return httpx.get(url, timeout=PATIENCE, verify=False).status_code
     except httpx.HTTPError:
         return 0

@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from tests.proxy.fakes import MODEL, FakeSession, Reply, ended, running_proxy
+from tests.waiting import PATIENCE
 from tridentlm.errors import (
     ContextLengthExceeded,
     EngineDown,
@@ -297,7 +298,10 @@ def test_unready_is_503_with_the_reason_and_a_time(
 
 
 def test_a_wrong_or_missing_key_is_401_except_for_health_and_metrics() -> None:
-    with running_proxy(api_key="right") as proxy, httpx.Client(base_url=proxy.url) as http:
+    with (
+        running_proxy(api_key="right") as proxy,
+        httpx.Client(base_url=proxy.url, timeout=PATIENCE) as http,
+    ):
         for given in ({}, {"authorization": "Bearer wrong"}, {"authorization": "right"}):
             for response in (
                 http.post(CHAT, json={"messages": USER}, headers=given),

@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from tests.proxy.fakes import MODEL, FakeSession, running_proxy
+from tests.waiting import PATIENCE
 from tridentlm_client import Submission
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -79,7 +80,10 @@ def test_max_completion_tokens_wins_over_max_tokens(
 
 
 def test_the_servers_timeout_holds_where_the_request_names_none() -> None:
-    with running_proxy(timeout=5.0) as proxy, httpx.Client(base_url=proxy.url) as http:
+    with (
+        running_proxy(timeout=5.0) as proxy,
+        httpx.Client(base_url=proxy.url, timeout=PATIENCE) as http,
+    ):
         ask(http)
         ask(http, timeout=9)
         assert [s.sampling["timeout"] for s in proxy.session.submissions] == [5.0, 9]

@@ -21,6 +21,7 @@ from tests.proxy.fakes import (
     running_proxy,
 )
 from tests.proxy.test_disconnect import open_request
+from tests.waiting import PATIENCE
 from tridentlm.errors import InternalError
 from tridentlm_client import Delta, End
 
@@ -328,10 +329,11 @@ def test_the_oldest_go_when_there_are_too_many() -> None:
 def test_without_a_store_nothing_is_promised() -> None:
     with running_proxy(max_stored_responses=0) as proxy:
         ask = {"input": "Hi"}
-        made = httpx.post(proxy.url + RESPONSES, json=ask).json()
+        made = httpx.post(proxy.url + RESPONSES, json=ask, timeout=PATIENCE).json()
         assert made["store"] is False
         for field in ({"store": True}, {"previous_response_id": "x"}, {"background": True}):
-            response = httpx.post(proxy.url + RESPONSES, json=ask | field)
+            response = httpx.post(proxy.url + RESPONSES, json=ask | field, timeout=PATIENCE)
             assert response.status_code == 400
             assert response.json()["error"]["param"] == next(iter(field))
-        assert httpx.get(f"{proxy.url}{RESPONSES}/{made['id']}").status_code == 400
+        url = f"{proxy.url}{RESPONSES}/{made['id']}"
+        assert httpx.get(url, timeout=PATIENCE).status_code == 400

@@ -8,6 +8,7 @@ import httpx
 import pytest
 
 from tests.proxy.fakes import MODEL, FakeSession, FakeText, running_proxy
+from tests.waiting import PATIENCE
 from tridentlm.errors import EngineDown, InvalidRequest
 
 CHAT = "/v1/chat/completions"
@@ -119,7 +120,8 @@ def test_a_requests_template_is_refused_unless_it_is_trusted(http: httpx.Client)
     assert response.status_code == 400
     assert "--trust-request-chat-template" in response.json()["error"]["message"]
     with running_proxy(trust_request_chat_template=True) as proxy:
-        assert httpx.post(f"{proxy.url}{CHAT}", json=body).status_code == 200
+        assert httpx.post(f"{proxy.url}{CHAT}", json=body, timeout=PATIENCE).status_code == 200
         assert proxy.session.submissions[-1].chat_template == "{{ messages }}"
-        bad = httpx.post(f"{proxy.url}{CHAT}", json={**body, "chat_template": 3})
+        wrong = {**body, "chat_template": 3}
+        bad = httpx.post(f"{proxy.url}{CHAT}", json=wrong, timeout=PATIENCE)
         assert bad.json()["error"]["param"] == "chat_template"

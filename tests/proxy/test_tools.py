@@ -12,6 +12,7 @@ import pydantic
 import pytest
 
 from tests.proxy.fakes import MODEL, FakeSession, FakeText, Proxy, Reply, ended, running_proxy
+from tests.waiting import PATIENCE
 from tridentlm_client import Delta
 
 CHAT = "/v1/chat/completions"
@@ -222,7 +223,8 @@ def test_the_operators_choice_goes_before_the_template() -> None:
         proxy.text.template = THINKING_TEMPLATE
         says(proxy.session, "<think>", '[TOOL_CALLS]get_weather{"city": "Rome"}')
         body = {"messages": USER, "tools": [TOOL]}
-        message = httpx.post(proxy.url + CHAT, json=body).json()["choices"][0]["message"]
+        answer = httpx.post(proxy.url + CHAT, json=body, timeout=PATIENCE).json()
+        message = answer["choices"][0]["message"]
         assert message["content"] == "<think>"
         assert message["tool_calls"][0]["function"]["arguments"] == '{"city": "Rome"}'
         assert proxy.session.submissions[-1].sampling["skip_special_tokens"] is False
@@ -310,7 +312,7 @@ def test_a_comment_keeps_a_silent_stream_alive() -> None:
         steps = [0.18, Delta("a", 1), 0.18, Delta("b", 1), ended()]
         proxy.session.reply = lambda s: Reply(steps=steps)
         body = {"messages": USER, "stream": True}
-        lines = httpx.post(proxy.url + CHAT, json=body).text.split("\n\n")
+        lines = httpx.post(proxy.url + CHAT, json=body, timeout=PATIENCE).text.split("\n\n")
         place = next(i for i, line in enumerate(lines) if '"content":"a"' in line)
         assert lines[0] == ": keep-alive"
         assert lines[:place].count(": keep-alive") >= 2
