@@ -57,6 +57,8 @@ CASES: list[tuple[Any, int, str | None, str | None]] = [
     ),
     (body(max_tokens=CONTEXT), 400, "max_tokens", "context_length_exceeded"),
     (body(max_tokens=PAGES * PAGE), 400, "max_tokens", "kv_cache_exceeded"),
+    (body(top_p=0.5), 400, "top_p", "unsupported_parameter"),  # by an engine without logits
+    (body(presence_penalty=1), 400, "presence_penalty", "unsupported_parameter"),
 ]
 
 
