@@ -62,7 +62,7 @@ class Delta(NamedTuple):
 
     @property
     def prompt_logprobs(self) -> list[TokenLogprob]:
-        """Of the whole prompt, in one delta, with `prompt_logprobs` in the sampling."""
+        """Of the prompt, a part in each of some deltas, with `prompt_logprobs` in the sampling."""
         return self._told("prompt_logprobs")
 
     def _told(self, name: str) -> list[TokenLogprob]:

@@ -9,7 +9,7 @@ import orjson
 
 from openai_proxy.chunks import DONE, Choice, Envelope, ParsedChoice, finish_reason_of
 from openai_proxy.errors import error_body
-from openai_proxy.logprobs import block_of, extras_of, prompt_logprobs_of
+from openai_proxy.logprobs import Whole, extras_of
 from openai_proxy.output import message_of
 from openai_proxy.protocol import Job
 from tridentlm.errors import TridentError
@@ -45,6 +45,10 @@ class AnswerLike(Protocol):
         """Instead of the rest, when the answer breaks off; at least one event."""
         ...
 
+    def collect(self, stream: Stream) -> None:
+        """Takes what has come on `stream`, for an answer that does not stream."""
+        ...
+
     def whole(self) -> bytes:
         """The body of an answer that does not stream, when every choice has ended well."""
         ...
@@ -62,9 +66,11 @@ class Answer:
         self._streams = streams
         self._envelope = Envelope(job)
         self._reasoning_tokens: int | None = None
-        self._prompt_logprobs: list[Any] | None = None
+        self._wholes: dict[Stream, Whole] = {}
         self.choices: list[Choice] = []
-        if job.stream:
+        if not job.stream:
+            self._wholes = {stream: Whole(stream, chat=job.chat) for stream in streams}
+        else:
             self.choices = [self._choice(i, stream) for i, stream in enumerate(streams)]
 
     def _choice(self, index: int, stream: Stream) -> Choice:
@@ -94,18 +100,23 @@ class Answer:
             usage["completion_tokens_details"] = {"reasoning_tokens": tokens}
         return usage
 
+    def collect(self, stream: Stream) -> None:
+        self._wholes[stream].collect()
+
     def whole(self) -> bytes:
         self._reasoning_tokens = 0
-        choices = [self._whole_choice(i, stream) for i, stream in enumerate(self._streams)]
+        choices = [self._whole_choice(i, *pair) for i, pair in enumerate(self._wholes.items())]
         fields = self._envelope.fields(chunk=False)
-        if self._prompt_logprobs is not None:
-            fields["prompt_logprobs"] = self._prompt_logprobs
+        for choice in choices if self._job.chat else ():
+            if "prompt_logprobs" in choice:  # vLLM has them in a completion's choices only
+                fields["prompt_logprobs"] = choice.pop("prompt_logprobs")
         return orjson.dumps({**fields, "choices": choices, "usage": self.usage()})
 
-    def _whole_choice(self, index: int, stream: Stream) -> dict[str, Any]:
+    def _whole_choice(self, index: int, stream: Stream, whole: Whole) -> dict[str, Any]:
         end = stream.end
         assert end is not None, "whole() before the end"
-        deltas, job = stream.take(), self._job
+        whole.collect()
+        deltas, job = whole.deltas, self._job
         choice: dict[str, Any] = {"index": index}
         reason = end.finish_reason
         if job.output is not None:
@@ -121,20 +132,13 @@ class Answer:
                 choice["text"] = text
         if job.submissions[index].return_token_ids:
             choice["token_ids"] = extras_of(deltas, "token_ids")
-        self._add_prompt_logprobs(choice, extras_of(deltas, "prompt_logprobs"))
-        entries = extras_of(deltas, "logprobs")
-        return choice | {
-            "logprobs": block_of(entries, chat=job.chat) if entries else None,
+        return {
+            **choice,
+            **whole.prompt(),
+            "logprobs": whole.block(),
             "finish_reason": reason,
             "stop_reason": end.stop_reason,
         }
-
-    def _add_prompt_logprobs(self, choice: dict[str, Any], entries: list[Any]) -> None:
-        """As vLLM has it: in each choice of a completion, but beside the choices of a chat."""
-        if entries and self._job.chat:
-            self._prompt_logprobs = prompt_logprobs_of(entries)
-        elif entries:
-            choice["prompt_logprobs"] = prompt_logprobs_of(entries)
 
 
 def usage_of(streams: Sequence[Stream], n: int) -> dict[str, Any]:

@@ -18,6 +18,9 @@ from openai_proxy.tools import Piece
 from tridentlm import __version__
 from tridentlm_client import Delta, Stream
 
+MANY = 64
+"""So many log-probabilities, of a long prompt that is echoed, do not wait for text."""
+
 FINGERPRINT = f"tridentlm-{__version__}"
 DONE = b"data: [DONE]\n\n"
 _dumps = orjson.dumps
@@ -86,7 +89,7 @@ class Choice:
         if self._plain:
             return self._head + _dumps(text) + self._tail if text else None
         self._hold(deltas)
-        if not text:
+        if not text and len(self._held_logprobs or ()) < MANY:
             return None
         return self._head + _dumps(text) + self._close + self._more()
 

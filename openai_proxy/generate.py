@@ -149,7 +149,15 @@ async def _answer_whole(running: Running, answer: AnswerLike) -> None:
     def news(stream: Stream) -> None:
         if exchange.ttft is None:
             exchange.ttft = exchange.elapsed
-        if stream.end is None or over.done():
+        if over.done():
+            return
+        if running.job.tells_logprobs:
+            try:
+                answer.collect(stream)
+            except Exception as failure:  # it is this request's alone, and not its session's
+                over.set_exception(failure)
+                return
+        if stream.end is None:
             return
         unfinished.discard(stream)
         error = running.job.error_of(stream.end)

@@ -18,10 +18,11 @@ import orjson
 from openai_proxy import parameters
 from tridentlm.core.params import MAX_LOGPROBS
 from tridentlm.errors import InvalidRequest
-from tridentlm_client import Candidate, Delta, TokenLogprob
+from tridentlm_client import Candidate, Delta, Stream, TokenLogprob
 
 CHAT_FIELDS = frozenset({"logprobs", "top_logprobs", "prompt_logprobs"})
 COMPLETION_FIELDS = frozenset({"logprobs", "prompt_logprobs", "echo"})
+COMPLETION_LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 NULL = b',"logprobs":null'
 _dumps = orjson.dumps
 
@@ -71,6 +72,51 @@ def block_of(entries: Sequence[Any], *, chat: bool) -> dict[str, Any]:
         "top_logprobs": [_likeliest(token) for token in told],
         "text_offset": [token.offset for token in told],
     }
+
+
+class Whole:
+    """What comes on a stream whose answer is told as a whole; `deltas` without log-probabilities.
+
+    Those become JSON as they come. At the end, those of a long prompt would hold up everybody's
+    streams for half a second; as bytes the garbage collector need not look through them.
+    """
+
+    def __init__(self, stream: Stream, *, chat: bool) -> None:
+        self.deltas: list[Delta] = []
+        self._stream = stream
+        self._chat = chat
+        self._names = ("content",) if chat else COMPLETION_LISTS
+        self._lists: dict[str, list[bytes]] = {}
+
+    def collect(self) -> None:
+        deltas = self._stream.take()
+        if entries := extras_of(deltas, "logprobs"):
+            block = block_of(entries, chat=self._chat)
+            for name in self._names:
+                self._lists.setdefault(name, []).append(_dumps(block[name])[1:-1])
+        if entries := extras_of(deltas, "prompt_logprobs"):
+            values = _dumps(prompt_logprobs_of(entries))[1:-1]
+            self._lists.setdefault("prompt_logprobs", []).append(values)
+        self.deltas += [_without_logprobs(delta) if delta.extra else delta for delta in deltas]
+
+    def block(self) -> dict[str, Any] | None:
+        """The `logprobs` object of the choice; None when nothing was told."""
+        if self._names[0] not in self._lists:
+            return None
+        block: dict[str, Any] = {name: self._joined(name) for name in self._names}
+        return block | {"refusal": None} if self._chat else block
+
+    def prompt(self) -> dict[str, Any]:
+        """The member `prompt_logprobs`, where it was asked for."""
+        name = "prompt_logprobs"
+        return {name: self._joined(name)} if name in self._lists else {}
+
+    def _joined(self, name: str) -> orjson.Fragment:
+        return orjson.Fragment(b"[" + b",".join(self._lists[name]) + b"]")
+
+
+def _without_logprobs(delta: Delta) -> Delta:
+    return delta._replace(extra={"token_ids": (delta.extra or {}).get("token_ids", ())})
 
 
 def json_of(entries: Sequence[Any], *, chat: bool) -> bytes:

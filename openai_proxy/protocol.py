@@ -58,6 +58,11 @@ class Job:
     renamed: Mapping[str, str] = field(default_factory=dict)
 
     @property
+    def tells_logprobs(self) -> bool:
+        sampling = self.submissions[0].sampling
+        return "logprobs" in sampling or "prompt_logprobs" in sampling
+
+    @property
     def form(self) -> dict[str, Any] | None:
         """The grammar of `wanted`."""
         return None if self.wanted is None else self.wanted.grammar

@@ -17,10 +17,10 @@ import orjson
 
 from openai_proxy import logprobs, parameters, structured
 from openai_proxy.answers import usage_of
-from openai_proxy.chunks import DONE
+from openai_proxy.chunks import DONE, MANY
 from openai_proxy.errors import error_body
 from openai_proxy.generate import GenerateEndpoint, ProxyState
-from openai_proxy.logprobs import block_of, extras_of, prompt_logprobs_of
+from openai_proxy.logprobs import Whole, block_of, extras_of
 from openai_proxy.protocol import Job
 from openai_proxy.settings import ProxySettings
 from openai_proxy.structured import wanted_of
@@ -63,26 +63,29 @@ class _Choice:
     def __init__(self, stream: Stream) -> None:
         self.stream = stream
         self.completion_tokens = 0
-        self._held: list[Delta] = []
+        self._held: list[Any] = []
 
     def text(self, deltas: list[Delta]) -> bytes | None:
         self.completion_tokens += sum(delta.count for delta in deltas)
-        self._held += [delta for delta in deltas if delta.extra]
+        self._held += extras_of(deltas, "logprobs")
         text = "".join(delta.text for delta in deltas)
-        return _event({"text_output": text, **self._told()}) if text else None
+        if not text and len(self._held) < MANY:
+            return None
+        return _event({"text_output": text, **self._told()})
 
     def finish(self) -> bytes:
         return _event({"text_output": "", **self._told(), **_end_of(self.stream)})
 
     def _told(self) -> dict[str, Any]:
-        held, self._held = self._held, []
-        return _told_in(held)
+        entries, self._held = self._held, []
+        return {"logprobs": block_of(entries, chat=False)} if entries else {}
 
 
 class GenerateAnswer:
     def __init__(self, job: Job, streams: Sequence[Stream]) -> None:
         self._job = job
         self.choices = [_Choice(stream) for stream in streams]
+        self._whole = Whole(streams[0], chat=False)
 
     def opening(self) -> list[bytes]:
         return []
@@ -93,14 +96,17 @@ class GenerateAnswer:
     def failure(self, error: TridentError) -> list[bytes]:
         return [b"data: " + error_body(error) + b"\n\n", DONE]
 
+    def collect(self, stream: Stream) -> None:
+        self._whole.collect()
+
     def whole(self) -> bytes:
-        stream = self.choices[0].stream
-        deltas = stream.take()
-        answer = {
-            "model_name": self._job.model,
-            "text_output": "".join(delta.text for delta in deltas),
-        }
-        return orjson.dumps({**answer, **_told_in(deltas), **_end_of(stream)})
+        whole, stream = self._whole, self.choices[0].stream
+        whole.collect()
+        text = "".join(delta.text for delta in whole.deltas)
+        answer = {"model_name": self._job.model, "text_output": text, **whole.prompt()}
+        if (block := whole.block()) is not None:
+            answer["logprobs"] = block
+        return orjson.dumps({**answer, **_end_of(stream)})
 
     def usage(self) -> dict[str, Any]:
         return usage_of([choice.stream for choice in self.choices], 1)
@@ -112,16 +118,6 @@ class RawGenerateEndpoint(GenerateEndpoint):
 
     def _answer(self, job: Job, streams: list[Stream]) -> GenerateAnswer:
         return GenerateAnswer(job, streams)
-
-
-def _told_in(deltas: Sequence[Delta]) -> dict[str, Any]:
-    """The log-probabilities that the deltas carry."""
-    told: dict[str, Any] = {}
-    if entries := extras_of(deltas, "logprobs"):
-        told["logprobs"] = block_of(entries, chat=False)
-    if entries := extras_of(deltas, "prompt_logprobs"):
-        told["prompt_logprobs"] = prompt_logprobs_of(entries)
-    return told
 
 
 def _end_of(stream: Stream) -> dict[str, Any]:

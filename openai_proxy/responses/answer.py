@@ -118,15 +118,13 @@ class ResponseAnswer:
         response = self.failed(error)
         return [self._choice.written([*closed, {"type": "response.failed", "response": response}])]
 
-    def whole(self) -> bytes:
-        self.collect()
-        return orjson.dumps(self._finished())
+    def collect(self, stream: Stream) -> None:
+        self._choice.text(stream.take())
 
-    def collect(self) -> None:
-        """Takes all that the stream holds, for an answer that is not streamed."""
-        choice = self._choice
-        choice.text(choice.stream.take())
-        choice.finish()
+    def whole(self) -> bytes:
+        self.collect(self._choice.stream)
+        self._choice.finish()
+        return orjson.dumps(self._finished())
 
     def failed(self, error: TridentError) -> dict[str, Any]:
         """The response that ended with `error`; stored."""

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests.engine.test_streams import Nowhere
+from tridentlm import tokenlog
 from tridentlm.core.extras import Logprobs
 from tridentlm.core.request import FinishReason, SamplingParams
 from tridentlm.protocol import Candidate, TokenLogprob
@@ -50,6 +51,8 @@ def feed(stream: TextStream, position: int, token: int, finish: int = FinishReas
 
 
 def told(stream: TextStream, name: str = "logprobs") -> list[TokenLogprob]:
+    while stream.log is not None and stream.log.owes:
+        stream.log.build()
     taken = stream.take_logprobs()
     assert taken is not None
     return [TokenLogprob.unpack(entry) for entry in taken.get(name, [])]
@@ -126,6 +129,23 @@ def test_the_prompts_come_once_and_complete_and_its_first_token_has_none() -> No
     top = [Candidate(5, -1.0, 1, "x", None)]
     assert second == TokenLogprob(None, Candidate(1, -3.0, 4, "ab", None), top)
     assert told(stream, "prompt_logprobs") == []
+
+
+def test_a_prompts_are_built_in_parts_and_an_answers_wait_for_those_of_its_echo(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tokenlog, "PART_CANDIDATES", 4)
+    stream = make(logprobs=1, prompt_logprobs=1, echo=True)
+    assert stream.log is not None
+    stream.log.note(1, ([1, 5], [-3.0, -1.0], 4))
+    feed(stream, 2, 2)
+    for expected, left in (([5], True), ([1, 2], False)):
+        assert stream.log.owes
+        stream.log.build()
+        assert stream.log.owes == left
+        taken = stream.take_logprobs() or {}
+        assert [entry[1][0] for entry in taken["logprobs"]] == expected
+        assert [entry[1][0] for entry in taken["prompt_logprobs"]] == expected[:1]
 
 
 def test_an_echo_puts_the_prompt_before_the_text_and_its_tokens_before_the_others() -> None:

@@ -9,6 +9,7 @@ import httpx
 import openai
 import pytest
 
+from openai_proxy.chunks import MANY
 from tests.proxy.fakes import MODEL, FakeSession, Reply, ended
 from tridentlm_client import Delta, Submission
 
@@ -196,6 +197,40 @@ def test_generate_tells_of_the_prompt(http: httpx.Client, session: FakeSession) 
     answer = http.post("/generate", json=body).json()
     assert session.submissions[-1].sampling == {"echo": True, "prompt_logprobs": 1}
     assert [top and list(top) for top in answer["prompt_logprobs"]] == [None, ["5", "6"]]
+
+
+def test_what_comes_in_parts_is_one_list(http: httpx.Client, session: FakeSession) -> None:
+    parts = [told("Hello", HELLO, prompt=[FIRST]), told("", prompt=[SECOND]), told("", END)]
+    session.reply = lambda submission: Reply(
+        steps=[parts[0], 0.02, parts[1], 0.02, *parts, ended()]
+    )
+    chat = http.post(CHAT, json={"messages": USER, "prompt_logprobs": 1, "logprobs": True}).json()
+    assert [top and len(top) for top in chat["prompt_logprobs"]] == [None, 2, None, 2]
+    content = chat["choices"][0]["logprobs"]["content"]
+    assert [token["token"] for token in content] == ["Hello", "Hello", "<end>"]
+    assert chat["choices"][0]["message"]["content"] == "HelloHello"
+    body = {"text_input": "x", "stream": False, "prompt_logprobs": 1, "logprobs": 1}
+    answer = http.post("/generate", json=body).json()
+    assert answer["prompt_logprobs"] == chat["prompt_logprobs"]
+    assert answer["logprobs"]["text_offset"] == [0, 0, 6]
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, "/generate"])
+def test_many_of_an_echo_do_not_wait_for_text(
+    http: httpx.Client, session: FakeSession, path: str
+) -> None:
+    many = told("", *[HELLO] * MANY)
+    steps = [told("x", HELLO), many, told("", PART), many, told("y", REST), ended()]
+    session.reply = lambda submission: Reply(steps=steps)
+    body = {"prompt": "x", "logprobs": 2, "echo": True, "stream": True}
+    events = [
+        json.loads(line[6:])
+        for line in http.post(path, json=body).text.splitlines()
+        if line.startswith("data: {")
+    ]
+    found = [event["choices"][0] if "choices" in event else event for event in events]
+    counts = [len(choice["logprobs"]["tokens"]) for choice in found if choice.get("logprobs")]
+    assert counts == [1, MANY, MANY + 1, 1]
 
 
 OPTIONS = {

@@ -156,6 +156,8 @@ def completion(stream: TextStream) -> Completion:
     text, _, token_ids = stream.take()
     assert stream.end is not None, "every request has ended"
     assert token_ids is not None, "the stream keeps its ids"
+    while stream.log is not None and stream.log.owes:
+        stream.log.build()
     told = stream.take_logprobs() or {}
     logprobs, of_prompt = (
         [TokenLogprob.unpack(entry) for entry in told[name]] if name in told else None

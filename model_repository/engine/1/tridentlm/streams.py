@@ -29,7 +29,8 @@ class TextStream:
     """State of one running request in the stub. `id` is the engine's, `uid` the client's.
 
     `end` is None while the request runs, then {"finish_reason", "stop_reason", "usage", "error"?}.
-    `log` has the log-probabilities if the request asks for any.
+    `log` has the log-probabilities if the request asks for any. While `owing`, parts of the
+    prompt's are still to come, and its client must not hear of the end.
     """
 
     __slots__ = (
@@ -49,6 +50,7 @@ class TextStream:
         "id",
         "log",
         "outlet",
+        "owing",
         "prompt_tokens",
         "timeout",
         "uid",
@@ -83,6 +85,7 @@ class TextStream:
         self._min_tokens = params.min_tokens
         self._max_tokens = params.max_tokens
         self.log = log
+        self.owing = False
         self._completion_tokens = 0
         self._cached_tokens = 0
         self._texts: list[str] = []

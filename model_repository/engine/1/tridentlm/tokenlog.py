@@ -5,6 +5,9 @@ still swallow nothing is told.
 
     offset   0     3   5      9
     tokens   |Once| a| time|          text sent so far: "Once a" -> two entries leave
+
+A prompt's entries are built in parts, each of them short enough to hold nobody up: all of a long
+prompt at once would stop everybody's streams for half a second.
 """
 
 from __future__ import annotations
@@ -20,6 +23,9 @@ from tridentlm.text.pieces import TokenTexts
 LEAST = -9999.0
 """Stands for minus infinity, which JSON cannot hold."""
 
+PART_CANDIDATES = 2048
+"""Of a prompt's entries so many at once; about 2 us each."""
+
 Row = tuple[list[int], list[float], int]
 """Token ids, the token itself first; their values; the token's rank."""
 
@@ -28,6 +34,7 @@ class TokenLog:
     """Entries as in `protocol.TokenLogprob`. `sent` counts characters of text that have left."""
 
     __slots__ = (
+        "_built",
         "_next",
         "_of_prompt",
         "_offsets",
@@ -37,6 +44,7 @@ class TokenLog:
         "_top",
         "_waiting",
         "length",
+        "ready",
         "sent",
     )
 
@@ -49,6 +57,8 @@ class TokenLog:
         self._of_prompt: list[Row] = [([int(prompt[0])], [], 0)]  # nothing comes before the first
         self._waiting: deque[Any] = deque()
         self._next: Row | None = None
+        self._built = 0
+        self.ready: dict[str, list[Any]] = {}
         self.length = 0
         self.sent = 0
 
@@ -75,21 +85,28 @@ class TokenLog:
             self._waiting.append(self._entry(self._next, self._top, self.length))
             self._next = None
 
+    @property
+    def owes(self) -> bool:
+        """The prompt's entries can be built, and have not all been."""
+        left = self._built < self._prompt_tokens == len(self._of_prompt)
+        return left and bool(self._asked())
+
+    def build(self) -> None:
+        """Puts the next part of what it owes into `ready`."""
+        asked = self._asked()
+        size = max(PART_CANDIDATES // (sum(asked.values()) + len(asked)), 1)
+        begin, self._built = self._built, min(self._built + size, self._prompt_tokens)
+        for name, top in asked.items():
+            entries = self.ready.setdefault(name, [])
+            for i in range(begin, self._built):
+                offset = self._offsets[i] if name == "logprobs" else None
+                entries.append(self._entry(self._of_prompt[i], top, offset))
+
     def take(self, ended: bool) -> dict[str, list[Any]]:
-        """`logprobs` that may leave, and once, when they are complete, `prompt_logprobs`."""
-        taken: dict[str, list[Any]] = {}
-        whole = len(self._of_prompt) == self._prompt_tokens
-        if whole and self._offsets and self._top is not None:
-            taken["logprobs"] = [
-                self._entry(row, self._top, offset)
-                for row, offset in zip(self._of_prompt, self._offsets, strict=True)
-            ]
-            self._offsets = []
-        if whole and self._prompt_top is not None:
-            taken["prompt_logprobs"] = [
-                self._entry(row, self._prompt_top, None) for row in self._of_prompt
-            ]
-            self._prompt_top = None
+        """What is ready, and `logprobs` that may leave: those of an echo before all others."""
+        taken, self.ready = self.ready, {}
+        if self._offsets and self.owes:
+            return taken
         leaving = []
         waiting = self._waiting
         while waiting and (ended or self._end_of_first() <= self.sent):
@@ -97,6 +114,15 @@ class TokenLog:
         if leaving:
             taken["logprobs"] = taken.get("logprobs", []) + leaving
         return taken
+
+    def _asked(self) -> dict[str, int]:
+        """How many candidates each token of the prompt shall have, by the name of the list."""
+        asked = {}
+        if self._top is not None and self._offsets:
+            asked["logprobs"] = self._top
+        if self._prompt_top is not None:
+            asked["prompt_logprobs"] = self._prompt_top
+        return asked
 
     def _end_of_first(self) -> int:
         end: int = self._waiting[1][0] if len(self._waiting) > 1 else self.length

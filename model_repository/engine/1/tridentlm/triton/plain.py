@@ -67,8 +67,9 @@ class PlainRequest:
             self._ids += ids or ()
             for name, entries in (stream.take_logprobs() or {}).items():
                 self._told.setdefault(name, []).extend(entries)
-            self._end = stream.end
-        if stream.end is not None or self._streaming:
+            self._end = None if stream.owing else stream.end
+            ended = self._end is not None
+        if ended or self._streaming:
             self._sender.put(self)
 
     def send_pending(self) -> bool:
@@ -78,7 +79,7 @@ class PlainRequest:
             if end is None and not self._streaming:
                 return False
             self._texts, self._ids, self._told = [], [], {}
-        if not text and not ids and end is None:
+        if not (text or ids or told) and end is None:
             return False
         relay = self._relay_name()
         if end is not None and "error" in end and not self._sent_any:

@@ -3,6 +3,9 @@
     one message a step --> text for every row --> one frame for every session with news
                                               `-> plain requests: to their own sender thread
 
+A prompt's log-probabilities leave in parts, one between two steps, whosever turn it is; until the
+last one the end of their request waits.
+
 It also does the housekeeping: sessions that have gone, status frames, draining.
 """
 
@@ -49,6 +52,7 @@ class Pump:
         self._announced: tuple[bool, bool] | None = None
         self._draining_since: float | None = None
         self._closing = False
+        self._owing: dict[TextStream, None] = {}  # in the order of their turns
         self._thread = threading.Thread(target=self._run, name="pump", daemon=True)
 
     @property
@@ -80,12 +84,14 @@ class Pump:
 
     def _run(self) -> None:
         next_tick = 0.0
+        told = False
         while not self._closing:
-            event = self._process.receive(TICK_SECONDS)
+            event = self._process.receive(0.0 if told else TICK_SECONDS)
             if isinstance(event, Step):
                 self._take_step(event)
             elif event is not None:
                 self._fail_all(event)
+            told = self._tell_owed()
             now = time.monotonic()
             if now >= next_tick:
                 next_tick = now + TICK_SECONDS
@@ -94,12 +100,16 @@ class Pump:
     def _take_step(self, step: Step) -> None:
         ledger, output = self._ledger, step.output
         now = time.monotonic()
+        if output.logprobs is not None:
+            tell(output.logprobs, self._log_of)
+        owing: list[TextStream] = []
         for id, cached_tokens in output.cached:
             if (stream := ledger.get(id)) is not None:
                 stream.set_cached(cached_tokens)
                 self._metrics.first_token(now - stream.arrived)
-        if output.logprobs is not None:
-            tell(output.logprobs, self._log_of)
+                if stream.log is not None and stream.log.owes:
+                    owing.append(stream)
+        self._owe(owing)
         sessions: set[Session] = set()
         ended: list[TextStream] = []
         rows = zip(output.ids.tolist(), output.tokens.tolist(), output.finish.tolist(), strict=True)
@@ -128,6 +138,36 @@ class Pump:
         stream = self._ledger.get(id)
         return None if stream is None else stream.log
 
+    def _owe(self, streams: list[TextStream]) -> None:
+        """Lets them wait for their turns, but the first, which most often is the only one."""
+        for stream in streams:
+            stream.owing = True
+            self._owing[stream] = None
+        if streams:
+            self._build_part(streams[0])
+
+    def _build_part(self, stream: TextStream) -> None:
+        assert stream.log is not None, "it owes"
+        stream.log.build()
+        del self._owing[stream]
+        stream.owing = stream.log.owes
+        if stream.owing:
+            self._owing[stream] = None
+
+    def _tell_owed(self) -> bool:
+        """Builds and sends a part, for somebody who has taken the last one; False: nothing sent."""
+        for stream in list(self._owing):
+            outlet = stream.outlet
+            if isinstance(outlet, Session) and self._ledger.session(outlet.id) is not outlet:
+                del self._owing[stream]
+            elif stream.log is not None and not stream.log.ready:
+                self._build_part(stream)
+                outlet.mark(stream)
+                if isinstance(outlet, Session):
+                    self._flush(outlet)
+                return True
+        return False
+
     def _fail_all(self, error: TridentError) -> None:
         streams = self._ledger.streams()
         for stream in streams:
@@ -138,6 +178,10 @@ class Pump:
         self._metrics.ended(streams, time.monotonic())
 
     def _end_all(self, error: TridentError) -> None:
+        while self._owing:
+            stream = next(iter(self._owing))
+            self._build_part(stream)
+            stream.outlet.mark(stream)
         self._fail_all(error)
         for session in self._ledger.sessions():
             self.close_session(session.id)

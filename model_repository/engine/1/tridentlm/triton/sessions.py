@@ -80,7 +80,7 @@ class Session:
                 extras[uid] = {"token_ids": ids}
             if stream.log is not None and (told := stream.take_logprobs()):
                 extras.setdefault(uid, {}).update(told)
-            if stream.end is not None:
+            if stream.end is not None and not stream.owing:
                 ends[uid] = stream.end
         self._seq += 1
         frame = Frame(self._seq, list(dirty), texts, counts, ends, extras, status)
