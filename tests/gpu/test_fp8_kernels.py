@@ -7,6 +7,7 @@ import torch
 
 from tridentlm.backends import fp8_kernels
 from tridentlm.backends.base import Rounded
+from tridentlm.backends.torch import TorchOps
 from tridentlm.models import fp8
 
 pytestmark = pytest.mark.gpu
@@ -29,6 +30,14 @@ def assert_same(ours: Rounded, expected: Rounded) -> None:
         torch.testing.assert_close(
             one.cpu().float(), other.cpu().float(), rtol=0, atol=0, equal_nan=True
         )
+
+
+def assert_near(ours: Rounded, expected: Rounded) -> None:
+    """But for what lies on an edge of bfloat16: sums and functions have their own last bits."""
+    torch.testing.assert_close(ours.scales, expected.scales, rtol=2**-7, atol=0)
+    numbers, others = (x.values.float() * x.scales for x in (ours, expected))
+    assert ours.values.float().abs().mean() > 1
+    assert (numbers - others).norm() < 0.01 * others.norm()
 
 
 @pytest.mark.parametrize("input_scale", [None, 0.02, 1e-4])
@@ -57,3 +66,25 @@ def test_a_product_of_one_row_is_that_of_its_numbers(shape: tuple[int, int]) -> 
     y = fp8_kernels.scaled_vector_product(x, weight, scale, torch.bfloat16)
     exact = (x.values.double() * x.scales) @ (weight.double() * scale[:, None]).T
     torch.testing.assert_close(y, exact.bfloat16(), rtol=1e-2, atol=1e-3 * float(exact.std()))
+
+
+@pytest.mark.parametrize("input_scale", [None, 0.02])
+@pytest.mark.parametrize("shape", [(1, 4096), (7, 512), (64, 2560)])
+def test_a_norm_is_rounded_as_it_is_made(shape: tuple[int, int], input_scale: float | None) -> None:
+    x, delta = (torch.randn(shape, device=DEVICE).bfloat16() for _ in range(2))
+    weight = torch.rand(shape[1], device=DEVICE).bfloat16()
+    scale = None if input_scale is None else torch.tensor([input_scale], device=DEVICE)
+    total, expected = TorchOps().add_rms_norm_rounded(x, delta, weight, 1e-6, scale)
+    ours = fp8_kernels.add_rms_norm_rounded(x, delta, weight, 1e-6, scale)
+    assert torch.equal(ours[0], total)
+    assert_near(ours[1], expected)
+
+
+@pytest.mark.parametrize("input_scale", [None, 0.02])
+@pytest.mark.parametrize("shape", [(1, 8192), (7, 1024), (64, 24576)])
+def test_silu_is_rounded_as_it_is_made(shape: tuple[int, int], input_scale: float | None) -> None:
+    gate_up = 3 * torch.randn(shape, device=DEVICE).bfloat16()
+    scale = None if input_scale is None else torch.tensor([input_scale], device=DEVICE)
+    product = TorchOps().silu_mul(gate_up.float()).bfloat16()
+    expected = fp8.round_rows(product, scale)
+    assert_near(fp8_kernels.silu_mul_rounded(gate_up, scale), expected)

@@ -196,7 +196,7 @@ class ModelRunner:
     def _ops(self) -> Ops:
         if self.backend == "torch":
             return TorchOps()
-        from tridentlm.backends.flashinfer import FlashInferOps
+        from tridentlm.backends.flashinfer_ops import FlashInferOps
 
         return FlashInferOps()
 

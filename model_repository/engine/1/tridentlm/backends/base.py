@@ -98,6 +98,21 @@ class Ops(Protocol):
         """x [T, n] in FP8: by input_scale, float32 [1], or by a scale of its own for each row."""
         ...
 
+    def add_rms_norm_rounded(
+        self,
+        x: torch.Tensor,
+        delta: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        input_scale: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, Rounded]:
+        """`add_rms_norm`, and `round_rows` of the norm."""
+        ...
+
+    def silu_mul_rounded(self, gate_up: torch.Tensor, input_scale: torch.Tensor | None) -> Rounded:
+        """`round_rows` of `silu_mul`."""
+        ...
+
     def scaled_linear(
         self, x: Rounded, weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
     ) -> torch.Tensor:

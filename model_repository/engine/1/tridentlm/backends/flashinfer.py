@@ -1,4 +1,4 @@
-"""Attention and fused operations by FlashInfer, for CUDA.
+"""Attention by FlashInfer, for CUDA.
 
 step:    [ decode rows: one query each          | prefill rows: a chunk each     ]
 kernel:  `PlannedDecode` or `XqaDecode`           `Prefill`, causal to the end of each context
@@ -18,16 +18,13 @@ import flashinfer
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.nn.functional as F
 from flashinfer.decode import xqa_batch_decode_with_kv_cache
 
-from tridentlm.backends import fp8_kernels
-from tridentlm.backends.base import KVCache, Rounded
-from tridentlm.backends.kernels import INPUT_BLOCK, rope_store, vector_product
+from tridentlm.backends.base import KVCache
+from tridentlm.backends.kernels import rope_store
 from tridentlm.core.plan import F32, I32
 from tridentlm.errors import InvalidRequest
 from tridentlm.models.config import ModelConfig
-from tridentlm.models.fp8 import scaled_product
 from tridentlm.models.rotary import rotary_table
 
 logger = logging.getLogger(__name__)
@@ -40,41 +37,6 @@ XQA_MAX_ROWS = 32
 """Most rows for which XQA decodes, where the planned kernel could. On an H200 with pages of 64 and
 contexts of 283 to 1,416 tokens: 13 us a layer against 15 at 4 rows, 40 both at 32, 237 against 223
 at 256; with short contexts XQA is slower from 40 rows on."""
-
-
-class FlashInferOps:
-    """Implements `base.Ops`. `add_rms_norm` overwrites both of its inputs."""
-
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        normed: torch.Tensor = flashinfer.rmsnorm(x, weight, eps)
-        return normed
-
-    def add_rms_norm(
-        self, x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        flashinfer.fused_add_rmsnorm(delta, x, weight, eps)
-        return x, delta
-
-    def linear(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
-        if len(x) == 1 and bias is None and weight.shape[1] % INPUT_BLOCK == 0:
-            return vector_product(x, weight)
-        return F.linear(x, weight, bias)
-
-    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        product: torch.Tensor = flashinfer.silu_and_mul(gate_up)
-        return product
-
-    def round_rows(self, x: torch.Tensor, input_scale: torch.Tensor | None) -> Rounded:
-        return fp8_kernels.round_rows(x, input_scale)
-
-    def scaled_linear(
-        self, x: Rounded, weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
-    ) -> torch.Tensor:
-        if len(x.values) == 1 and weight.shape[1] % fp8_kernels.INPUT_BLOCK == 0:
-            return fp8_kernels.scaled_vector_product(x, weight, scale, dtype)
-        return scaled_product(x, weight, scale, dtype)
 
 
 def unsupported(config: ModelConfig, dtype: torch.dtype) -> str:

@@ -1,7 +1,9 @@
-"""FP8 (e4m3) on a GPU, in the language Triton: rounding in one pass, products of one row."""
+"""FP8 (e4m3) on a GPU, in the language Triton: rounding, with what comes before it, in one pass."""
 # mypy: disable-error-code="misc,no-untyped-def,untyped-decorator"
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -16,23 +18,49 @@ INPUT_BLOCK = 2048
 
 def round_rows(x: torch.Tensor, input_scale: torch.Tensor | None) -> Rounded:
     """`models.fp8.round_rows`, bit for bit, for x contiguous."""
-    rows, columns = x.shape
-    values = torch.empty(rows, columns, dtype=E4M3, device=x.device)
-    scales = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
+    rounded, options = _prepare(x, x.shape[1], input_scale)
+    _round_rows[(len(x),)](x, *options.arguments, num_warps=options.warps)
+    return rounded
+
+
+def add_rms_norm_rounded(
+    x: torch.Tensor,
+    delta: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    input_scale: torch.Tensor | None,
+) -> tuple[torch.Tensor, Rounded]:
+    """`Ops.add_rms_norm_rounded` for contiguous tensors of one dtype. Overwrites x."""
+    rounded, options = _prepare(x, x.shape[1], input_scale)
+    _add_norm_round[(len(x),)](x, delta, weight, eps, *options.arguments, num_warps=options.warps)
+    return x, rounded
+
+
+def silu_mul_rounded(gate_up: torch.Tensor, input_scale: torch.Tensor | None) -> Rounded:
+    """`Ops.silu_mul_rounded` for gate_up contiguous."""
+    rounded, options = _prepare(gate_up, gate_up.shape[1] // 2, input_scale)
+    _silu_mul_round[(len(gate_up),)](gate_up, *options.arguments, num_warps=options.warps)
+    return rounded
+
+
+@dataclass(frozen=True, slots=True)
+class _Options:
+    """What the kernels that round have in common; a program has a row."""
+
+    arguments: tuple[torch.Tensor | int | float | bool, ...]
+    warps: int
+
+
+def _prepare(
+    x: torch.Tensor, columns: int, input_scale: torch.Tensor | None
+) -> tuple[Rounded, _Options]:
+    values = torch.empty(len(x), columns, dtype=E4M3, device=x.device)
+    scales = torch.empty(len(x), 1, dtype=torch.float32, device=x.device)
     block = triton.next_power_of_2(columns)
-    _round_rows[(rows,)](
-        x,
-        scales if input_scale is None else input_scale,
-        values,
-        scales,
-        columns,
-        block,
-        input_scale is not None,
-        LARGEST,
-        SMALLEST_SCALE,
-        num_warps=min(max(block // NUMBERS_PER_WARP, 1), 16),
-    )
-    return Rounded(values, scales)
+    given = scales if input_scale is None else input_scale
+    sizes = (columns, block, input_scale is not None, LARGEST, SMALLEST_SCALE)
+    warps = min(max(block // NUMBERS_PER_WARP, 1), 16)
+    return Rounded(values, scales), _Options((given, values, scales, *sizes), warps)
 
 
 @triton.jit
@@ -49,17 +77,89 @@ def _round_rows(
 ):
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
+    place, live = row * COLUMNS + lane, lane < COLUMNS
+    numbers = tl.load(x + place, live, 0.0).to(tl.float32)
+    scale = _scale(numbers, input_scale, STATIC, LARGEST, SMALLEST_SCALE)
+    tl.store(scales + row, scale)
+    tl.store(values + place, _round(numbers, scale, LARGEST), live)
+
+
+@triton.jit
+def _add_norm_round(
+    x,
+    delta,
+    weight,
+    eps,
+    input_scale,
+    values,
+    scales,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STATIC: tl.constexpr,
+    LARGEST: tl.constexpr,
+    SMALLEST_SCALE: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, BLOCK)
+    place, live = row * COLUMNS + lane, lane < COLUMNS
+    total = tl.load(x + place, live, 0.0).to(tl.float32) + tl.load(delta + place, live, 0.0)
+    total = total.to(x.dtype.element_ty)
+    tl.store(x + place, total, live)
+    wide = total.to(tl.float32)
+    normed = wide * tl.rsqrt(tl.sum(wide * wide, 0) / COLUMNS + eps)
+    # As `TorchOps` rounds: before the weight and after it.
+    normed = normed.to(total.dtype).to(tl.float32) * tl.load(weight + lane, live, 0.0)
+    numbers = normed.to(total.dtype).to(tl.float32)
+    scale = _scale(numbers, input_scale, STATIC, LARGEST, SMALLEST_SCALE)
+    tl.store(scales + row, scale)
+    tl.store(values + place, _round(numbers, scale, LARGEST), live)
+
+
+@triton.jit
+def _silu_mul_round(
+    gate_up,
+    input_scale,
+    values,
+    scales,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STATIC: tl.constexpr,
+    LARGEST: tl.constexpr,
+    SMALLEST_SCALE: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, BLOCK)
     live = lane < COLUMNS
-    numbers = tl.load(x + row * COLUMNS + lane, live, 0.0).to(tl.float32)
+    source = gate_up + row * 2 * COLUMNS + lane
+    gate = tl.load(source, live, 0.0).to(tl.float32)
+    up = tl.load(source + COLUMNS, live, 0.0)
+    numbers = (gate / (1 + tl.exp(-gate)) * up).to(up.dtype).to(tl.float32)
+    scale = _scale(numbers, input_scale, STATIC, LARGEST, SMALLEST_SCALE)
+    tl.store(scales + row, scale)
+    tl.store(values + row * COLUMNS + lane, _round(numbers, scale, LARGEST), live)
+
+
+@triton.jit
+def _scale(
+    numbers,
+    input_scale,
+    STATIC: tl.constexpr,
+    LARGEST: tl.constexpr,
+    SMALLEST_SCALE: tl.constexpr,
+):
     if STATIC:
         scale = tl.load(input_scale)
     else:
         scale = tl.maximum(tl.max(tl.abs(numbers), 0) * (1 / LARGEST), SMALLEST_SCALE)
-    tl.store(scales + row, scale)
+    return scale
+
+
+@triton.jit
+def _round(numbers, scale, LARGEST: tl.constexpr):
     # The language's own / is not rounded exactly, and its plain clamp makes a number of nan.
     ratio = tl.div_rn(numbers, scale)
     ratio = tl.clamp(ratio, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
-    tl.store(values + row * COLUMNS + lane, ratio.to(values.dtype.element_ty), live)
+    return ratio.to(tl.float8e4nv)
 
 
 def scaled_vector_product(

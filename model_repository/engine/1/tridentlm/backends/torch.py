@@ -54,6 +54,20 @@ class TorchOps:
     def round_rows(self, x: torch.Tensor, input_scale: torch.Tensor | None) -> Rounded:
         return round_rows(x, input_scale)
 
+    def add_rms_norm_rounded(
+        self,
+        x: torch.Tensor,
+        delta: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        input_scale: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, Rounded]:
+        x, normed = self.add_rms_norm(x, delta, weight, eps)
+        return x, self.round_rows(normed, input_scale)
+
+    def silu_mul_rounded(self, gate_up: torch.Tensor, input_scale: torch.Tensor | None) -> Rounded:
+        return self.round_rows(self.silu_mul(gate_up), input_scale)
+
     def scaled_linear(
         self, x: Rounded, weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
     ) -> torch.Tensor:

@@ -9,7 +9,7 @@ what embedding, o and down (or the experts) give on each is summed over all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping
+from collections.abc import MutableMapping
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from tridentlm.backends.base import Ops, StepAttention
 from tridentlm.backends.torch import TorchOps
 from tridentlm.models.config import ModelConfig
-from tridentlm.models.fp8 import Fp8Linear, make_linear
+from tridentlm.models.fp8 import Fp8Linear, after_norm, after_silu, make_linear
 from tridentlm.models.linear import Linear
 from tridentlm.models.moe import ExpertBlock
 from tridentlm.parallel.group import Group
@@ -106,16 +106,16 @@ class _Layer:
             both = q.expand(config.num_heads, -1), k.expand(config.num_kv_heads, -1)
             self._qk_norm = torch.cat(both)
         self._qkv, self._output = linear("qkv"), linear("output")
-        self._mlp: Callable[[torch.Tensor], torch.Tensor]
+        self._experts: ExpertBlock | None = None
         if config.experts is not None and index in config.experts.layers:
             stacks = (
                 weights.pop(f"layers.{index}.experts_{n}.weight") for n in ("gate_up", "down")
             )
             gate_up, down = (x.view(config.experts.count, -1, x.shape[1]) for x in stacks)
             router = weights.pop(f"layers.{index}.router")
-            self._mlp = ExpertBlock(config.experts, router, gate_up, down, ops)
+            self._experts = ExpertBlock(config.experts, router, gate_up, down, ops)
         else:
-            self._mlp = _Mlp(linear("gate_up"), linear("down"), ops)
+            self._gate_up, self._down = linear("gate_up"), linear("down")
 
     def forward(
         self,
@@ -126,21 +126,20 @@ class _Layer:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The input is x + delta, the output the sum of what is returned, for `rows` alone."""
         if delta is None:
-            normed = self._ops.rms_norm(x, self._attention_norm, self._eps)
+            qkv = self._qkv(self._ops.rms_norm(x, self._attention_norm, self._eps))
         else:
-            x, normed = self._ops.add_rms_norm(x, delta, self._attention_norm, self._eps)
-        qkv = self._qkv(normed).view(len(x), self._all_heads, self._head_dim)
+            x, qkv = after_norm(self._qkv, self._ops, x, delta, self._attention_norm, self._eps)
+        qkv = qkv.view(len(x), self._all_heads, self._head_dim)
         attended = attention.attend(self._index, qkv, self._qk_norm)
         if rows is not None:
             x, attended = x.index_select(0, rows), attended.index_select(0, rows)
         delta = self._group.all_reduce(self._output(attended))
-        x, normed = self._ops.add_rms_norm(x, delta, self._mlp_norm, self._eps)
-        return x, self._group.all_reduce(self._mlp(normed))
+        x, delta = self._mlp(x, delta)
+        return x, self._group.all_reduce(delta)
 
-
-class _Mlp:
-    def __init__(self, gate_up: Linear | Fp8Linear, down: Linear | Fp8Linear, ops: Ops) -> None:
-        self._gate_up, self._down, self._ops = gate_up, down, ops
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self._down(self._ops.silu_mul(self._gate_up(x)))
+    def _mlp(self, x: torch.Tensor, delta: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._experts is not None:
+            x, normed = self._ops.add_rms_norm(x, delta, self._mlp_norm, self._eps)
+            return x, self._experts(normed)
+        x, gate_up = after_norm(self._gate_up, self._ops, x, delta, self._mlp_norm, self._eps)
+        return x, after_silu(self._down, self._ops, gate_up)

@@ -55,8 +55,8 @@ class Fp8Linear:
         dtype: torch.dtype,
         ops: Ops,
     ) -> None:
-        self._input_scale, self._bias, self._dtype = input_scale, bias, dtype
-        self._ops = ops
+        self.input_scale = input_scale
+        self._bias, self._dtype, self._ops = bias, dtype, ops
         self._plain: Linear | None = None
         if has_products(weight):
             self._weight, self._scale = weight.contiguous(), scale
@@ -64,11 +64,37 @@ class Fp8Linear:
             self._plain = Linear((weight.float() * scale[:, None]).to(dtype), bias, ops.linear)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        rounded = self._ops.round_rows(x, self._input_scale)
+        return self.of_rounded(self._ops.round_rows(x, self.input_scale))
+
+    def of_rounded(self, x: Rounded) -> torch.Tensor:
+        """For x that is rounded already, by `input_scale`."""
         if self._plain is not None:
-            return self._plain((rounded.values.float() * rounded.scales).to(self._dtype))
-        y = self._ops.scaled_linear(rounded, self._weight, self._scale, self._dtype)
+            return self._plain((x.values.float() * x.scales).to(self._dtype))
+        y = self._ops.scaled_linear(x, self._weight, self._scale, self._dtype)
         return y if self._bias is None else y + self._bias
+
+
+def after_norm(
+    linear: Linear | Fp8Linear,
+    ops: Ops,
+    x: torch.Tensor,
+    delta: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x + delta, and `linear` of its norm."""
+    if isinstance(linear, Fp8Linear):
+        x, rounded = ops.add_rms_norm_rounded(x, delta, weight, eps, linear.input_scale)
+        return x, linear.of_rounded(rounded)
+    x, normed = ops.add_rms_norm(x, delta, weight, eps)
+    return x, linear(normed)
+
+
+def after_silu(linear: Linear | Fp8Linear, ops: Ops, gate_up: torch.Tensor) -> torch.Tensor:
+    """`linear` of silu(gate) * up."""
+    if isinstance(linear, Fp8Linear):
+        return linear.of_rounded(ops.silu_mul_rounded(gate_up, linear.input_scale))
+    return linear(ops.silu_mul(gate_up))
 
 
 def scaled_product(

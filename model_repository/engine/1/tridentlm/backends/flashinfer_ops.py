@@ -1,0 +1,60 @@
+"""The decoder's operations by FlashInfer, kernels of our own and cuBLAS, for CUDA."""
+
+from __future__ import annotations
+
+import flashinfer
+import torch
+import torch.nn.functional as F
+
+from tridentlm.backends import fp8_kernels
+from tridentlm.backends.base import Rounded
+from tridentlm.backends.kernels import INPUT_BLOCK, vector_product
+from tridentlm.models.fp8 import scaled_product
+
+
+class FlashInferOps:
+    """Implements `base.Ops`. `add_rms_norm` overwrites both of its inputs."""
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        normed: torch.Tensor = flashinfer.rmsnorm(x, weight, eps)
+        return normed
+
+    def add_rms_norm(
+        self, x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        flashinfer.fused_add_rmsnorm(delta, x, weight, eps)
+        return x, delta
+
+    def linear(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        if len(x) == 1 and bias is None and weight.shape[1] % INPUT_BLOCK == 0:
+            return vector_product(x, weight)
+        return F.linear(x, weight, bias)
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        product: torch.Tensor = flashinfer.silu_and_mul(gate_up)
+        return product
+
+    def round_rows(self, x: torch.Tensor, input_scale: torch.Tensor | None) -> Rounded:
+        return fp8_kernels.round_rows(x, input_scale)
+
+    def add_rms_norm_rounded(
+        self,
+        x: torch.Tensor,
+        delta: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        input_scale: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, Rounded]:
+        return fp8_kernels.add_rms_norm_rounded(x, delta, weight, eps, input_scale)
+
+    def silu_mul_rounded(self, gate_up: torch.Tensor, input_scale: torch.Tensor | None) -> Rounded:
+        return fp8_kernels.silu_mul_rounded(gate_up, input_scale)
+
+    def scaled_linear(
+        self, x: Rounded, weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor:
+        if len(x.values) == 1 and weight.shape[1] % fp8_kernels.INPUT_BLOCK == 0:
+            return fp8_kernels.scaled_vector_product(x, weight, scale, dtype)
+        return scaled_product(x, weight, scale, dtype)
