@@ -78,7 +78,10 @@ def test_steps_keep_an_ideal_cadence(steps_in_flight: int, monkeypatch: pytest.M
     assert np.diff(ends) == pytest.approx([0.005] * 40)
 
 
-@pytest.mark.parametrize(("name", "value"), [("tp", 2), ("quantize", "fp8"), ("kv_dtype", "fp8")])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("tp", 2), ("quantize", "fp8"), ("kv_dtype", "fp8"), ("products", "timed")],
+)
 def test_what_only_a_model_has_is_refused(name: str, value: Any) -> None:
     with pytest.raises(InvalidRequest, match=name) as caught:
         EngineSettings(runner="simulated", **{name: value})

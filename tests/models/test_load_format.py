@@ -61,7 +61,9 @@ def test_dummy_weights_for_a_gguf_file_are_refused(bare: ModelFiles) -> None:
     assert caught.value.param == "load_format"
 
 
-@pytest.mark.parametrize(("name", "value"), [("backend", "flashinfer"), ("kv_dtype", "fp8")])
+@pytest.mark.parametrize(
+    ("name", "value"), [("backend", "flashinfer"), ("kv_dtype", "fp8"), ("products", "timed")]
+)
 def test_what_needs_a_cuda_device_is_refused_on_a_cpu(
     bare: ModelFiles, name: str, value: str
 ) -> None:

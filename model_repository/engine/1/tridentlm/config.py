@@ -29,6 +29,7 @@ _NOT_NEGATIVE = (
     "threads",
     "cuda_graph_max_batch",
 )
+_NOT_SIMULATED = {"tp": 1, "quantize": "none", "kv_dtype": "auto", "products": "library"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,7 @@ class EngineSettings:
     policy: str = "fcfs"
     steps_in_flight: int = 0
     cuda_graph_max_batch: int = 256
+    products: str = "library"
     threads: int = 0
     runner: str = "model"
     step_ms: float = 5.0
@@ -82,6 +84,7 @@ class EngineSettings:
         _one_of("kv_dtype", self.kv_dtype, ("auto", "fp8"))
         _one_of("load_format", self.load_format, ("auto", "dummy"))
         _one_of("backend", self.backend, ("auto", "torch", "flashinfer"))
+        _one_of("products", self.products, ("library", "timed"))
         _one_of("page_size", self.page_size, (0, 1, 2, 4, 8, 16, 32, 64, 128))
         _one_of("steps_in_flight", self.steps_in_flight, (0, 1, 2))
         for name in _NOT_NEGATIVE:
@@ -94,8 +97,8 @@ class EngineSettings:
             raise InvalidRequest("tp must be at least 1.", param="tp")
         if self.rank_timeout <= 0:
             raise InvalidRequest("rank_timeout must be more than 0.", param="rank_timeout")
-        for name in ("tp", "quantize", "kv_dtype"):
-            if self.runner == "simulated" and getattr(self, name) not in (1, "none", "auto"):
+        for name, none in _NOT_SIMULATED.items():
+            if self.runner == "simulated" and getattr(self, name) != none:
                 raise InvalidRequest(f"The simulated runner has no {name}.", param=name)
         if self.max_running < 1:
             raise InvalidRequest("max_running must be at least 1.", param="max_running")

@@ -14,6 +14,9 @@ import torch
 
 from tridentlm.backends.cublaslt import Algorithm, LtProduct, Scales
 
+ALIGNED = 256
+"""Bytes: the library names algorithms for matrices that are laid out like this."""
+
 CANDIDATES = 8
 REPEATS = 7
 FLUSHED_BYTES = 256 * 2**20
@@ -36,7 +39,7 @@ class TunedProducts:
 
         The first call for a size times the candidates, unless a graph is being captured.
         """
-        if len(x) not in self._rows:
+        if len(x) not in self._rows or x.data_ptr() % ALIGNED or weight.data_ptr() % ALIGNED:
             return None
         key = (len(x), weight.shape, weight.dtype)
         if key not in self._chosen:
