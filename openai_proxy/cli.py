@@ -201,13 +201,20 @@ def repository(
 
 
 @app.command()
-def doctor() -> None:
+def doctor(
+    remove_regions: Annotated[
+        bool,
+        typer.Option(
+            "--remove-regions", help="First remove shared memory that killed Tritons left behind."
+        ),
+    ] = False,
+) -> None:
     """Say what is found here, what is missing and what to do about it."""
     from rich.console import Console
 
     from openai_proxy.doctor import run_doctor
 
-    raise SystemExit(run_doctor(Console().print))
+    raise SystemExit(run_doctor(Console().print, remove_regions=remove_regions))
 
 
 @app.command()

@@ -15,6 +15,7 @@ from typing import Literal
 import psutil
 
 from openai_proxy.launchplan import port_is_free
+from openai_proxy.sharedmemory import SHM, abandoned, regions, remove_abandoned
 from openai_proxy.tritonserver import (
     TritonServer,
     libpython,
@@ -29,7 +30,6 @@ from tridentlm.hub import DEFAULT_FILE, cache_dir
 GIB = 1 << 30
 PORTS = (8000, 8100, 8101, 8102)
 CPUINFO = Path("/proc/cpuinfo")
-SHM = Path("/dev/shm")
 SHM_ENOUGH = 256 << 20  # Triton takes 2 MiB a Python model instance and grows with large messages
 CPU_TORCH = "pip install torch --index-url https://download.pytorch.org/whl/cpu"
 
@@ -56,10 +56,15 @@ def examine() -> list[Finding]:
     return [*findings, _cpu(), _memory(), _shared_memory(), _ports(), _model_cache()]
 
 
-def run_doctor(say: Callable[[object], None]) -> int:
-    """Shows the findings (`say`: a rich Console.print); 0 when `serve` can work, else 1."""
+def run_doctor(say: Callable[[object], None], *, remove_regions: bool = False) -> int:
+    """Shows the findings (`say`: a rich Console.print); 0 when `serve` can work, else 1.
+
+    `remove_regions`: removes abandoned shared memory before.
+    """
     from rich.table import Table
 
+    if remove_regions:
+        say(f"removed {remove_abandoned()} regions that no process had open")
     findings = examine()
     colours = {"ok": "green", "note": "yellow", "fail": "red"}
     table = Table("", "", box=None, pad_edge=False)
@@ -149,14 +154,16 @@ def _shared_memory() -> Finding:
     if not SHM.is_dir():
         return Finding("/dev/shm", "fail", "none", "Mount a tmpfs on /dev/shm.")
     usage = shutil.disk_usage(SHM)
-    left = len(list(SHM.glob("triton_python_backend_shm_region_*")))
     found = f"{usage.free / GIB:.2f} of {usage.total / GIB:.2f} GiB free"
-    if left:
-        found += f", {left} regions of Python backends"
+    found += f", {len(regions())} regions of Python backends"
+    advice = []
+    if left := len(abandoned()):
+        advice.append(
+            f"{left} belong to no process: `tridentlm doctor --remove-regions` removes them."
+        )
     if usage.free < SHM_ENOUGH:
-        advice = "Too little: docker run --shm-size=1g, or remove the regions of dead servers."
-        return Finding("/dev/shm", "note", found, advice)
-    return Finding("/dev/shm", "ok", found)
+        advice.append("Too little is free: docker run --shm-size=1g.")
+    return Finding("/dev/shm", "note" if advice else "ok", found, " ".join(advice))
 
 
 def _ports() -> Finding:

@@ -188,6 +188,8 @@ class Launcher:
         return bool(held) and not any(map(float, held))
 
     def _end_all(self) -> None:
+        if self._families:
+            self._recovery.note(self._families[0].observe())
         for family in reversed(self._families):
             left = family.kill()
             if left:

@@ -18,12 +18,12 @@ from typing import NamedTuple
 
 import psutil
 
+from openai_proxy.sharedmemory import SHM
 from openai_proxy.tritonadmin import AdminError, TritonAdmin
 from openai_proxy.tritonserver import STUB
 
 ATTEMPTS = 3
 LOAD_TIMEOUT = 600.0
-SHM = Path("/dev/shm")
 
 
 class Stub(NamedTuple):
@@ -83,8 +83,15 @@ class Recovery:
         if missing and not self.failure:
             self._start(missing[0])
 
+    def note(self, processes: Sequence[psutil.Process]) -> None:
+        """Takes note of the stubs among the server's offspring, before they are killed."""
+        self._count(processes)
+
     def remove_regions(self) -> None:
-        """Removes the shared memory of all stubs seen, once no process of the server is left."""
+        """Removes the shared memory of all stubs seen, once no process of the server is left.
+
+        A server that ends in good order has removed it; one that was killed has not.
+        """
         for region in self._regions:
             SHM.joinpath(region).unlink(missing_ok=True)
 

@@ -11,6 +11,7 @@ import pytest
 
 from openai_proxy.processes import Family
 from openai_proxy.recovery import Recovery, read_stub
+from openai_proxy.sharedmemory import abandoned, remove_abandoned
 from openai_proxy.tritonadmin import AdminError, TritonAdmin
 from openai_proxy.tritonserver import locate
 from tests.launcher.service import write_trivial_model
@@ -126,14 +127,20 @@ def test_a_model_that_cannot_be_loaded_again_is_a_failure(
 
 
 @pytest.mark.server
-def test_shared_memory_of_killed_stubs_is_removed(server: Server) -> None:
-    server.look()
+@pytest.mark.parametrize("by", ["the launcher", "doctor"])
+def test_shared_memory_of_killed_stubs_is_removed(server: Server, by: str) -> None:
+    server.recovery.note(server.family.observe())
     read = [read_stub(process) for process in server.stubs().values()]
     regions = [Path("/dev/shm", stub.region) for stub in read if stub is not None]
     assert len(regions) == 2
     assert all(region.exists() for region in regions)
+    assert not {*regions} & {*abandoned()}
     server.family.kill()
-    server.recovery.remove_regions()
+    assert {*regions} <= {*abandoned()}
+    if by == "the launcher":
+        server.recovery.remove_regions()
+    else:
+        remove_abandoned()
     assert not any(region.exists() for region in regions)
 
 

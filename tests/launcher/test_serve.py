@@ -9,13 +9,15 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import httpx
-import psutil
 import pytest
 
-from tests.launcher.service import Service
-from tests.waiting import PATIENCE, wait_until
+from openai_proxy.recovery import read_stub
+from openai_proxy.sharedmemory import SHM
+from tests.launcher.service import Command, Service
+from tests.waiting import PATIENCE, free_ports, wait_until
 
 pytestmark = pytest.mark.server
 
@@ -114,10 +116,13 @@ def test_a_second_signal_ends_at_once() -> None:
 
 def test_a_killed_tritonserver_ends_everything_with_exit_code_1() -> None:
     with serving() as service:
+        regions = regions_of(service)
+        assert len(regions) > 3
         service.find("bin/tritonserver", "--model-repository").kill()
         assert service.wait() == 1
         assert "triton ended with SIGKILL" in service.output
         assert_nothing_is_left(service)
+        assert not any(region.exists() for region in regions)
 
 
 def test_a_killed_proxy_ends_everything_with_exit_code_1() -> None:
@@ -144,12 +149,28 @@ def test_killed_stubs_come_back_and_the_service_answers_again() -> None:
             wait_until(lambda line=line: line in service.output, 2 * PATIENCE, line, service)
             wait_until(lambda: answers(service.url), PATIENCE, "answers", service)
             assert plain_client_is_served(service)
-        regions = [p.cmdline()[2] for p in service.observe() if is_stub(p)]
+        regions = regions_of(service)
         code, seconds = service.end(signal.SIGTERM)
         assert code == 0, service.output
         assert seconds < 20.0, service.output
         assert_nothing_is_left(service)
-        assert not any(os.path.exists(f"/dev/shm/{region}") for region in regions)
+        assert not any(region.exists() for region in regions)
+
+
+def test_an_interrupted_start_leaves_nothing() -> None:
+    ports = ("port", "http-port", "grpc-port", "metrics-port")
+    flags = [f"--{name}={port}" for name, port in zip(ports, free_ports(4), strict=True)]
+    service = Command(["serve", "--runner=simulated", *flags])
+    try:
+        wait_until(lambda: regions_of(service), PATIENCE, "a stub", service)
+        regions = regions_of(service)
+        code, _ = service.end(signal.SIGINT)
+        assert code == 1, service.output
+        assert "interrupted during the start" in service.output
+        assert_nothing_is_left(service)
+        assert not any(region.exists() for region in regions)
+    finally:
+        service.stop()
 
 
 def refuses_connections(url: str) -> bool:
@@ -166,5 +187,7 @@ def plain_client_is_served(service: Service) -> bool:
     return answer.status_code == 200
 
 
-def is_stub(process: psutil.Process) -> bool:
-    return "triton_python_backend_stub" in process.cmdline()[0]
+def regions_of(service: Command) -> list[Path]:
+    """Shared memory of the stubs that live now."""
+    stubs = map(read_stub, service.observe())
+    return [SHM / stub.region for stub in stubs if stub is not None]
