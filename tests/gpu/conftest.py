@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.factory import FAMILIES, make_tiny_model
@@ -8,9 +10,12 @@ from tests.models.conftest import Reference, reference
 
 @pytest.fixture(scope="session", params=FAMILIES)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    return make_model(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def make_model(family: str, folder: Path) -> Reference:
     """A tiny model whose heads have a size that the kernels are built for."""
-    folder = tmp_path_factory.mktemp(request.param)
     shape = {"head_dim": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
     # With the factory's larger weights, transformers' own bfloat16 is 5% from its float32.
     weights = {"hidden_size": 512, "initializer_range": 0.05}
-    return reference(make_tiny_model(request.param, folder, **shape, **weights))
+    return reference(make_tiny_model(family, folder, **shape, **weights))
