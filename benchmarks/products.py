@@ -88,9 +88,13 @@ def seconds(calls: list[Call], device: torch.device) -> float:
 
 
 def measure(
-    shape: Shape, kind: type[Plain | Fp8], rows: list[int], device: torch.device
+    shape: Shape,
+    kind: type[Plain | Fp8],
+    rows: list[int],
+    device: torch.device,
+    wanted: set[str],
 ) -> dict[str, list[float]]:
-    """Seconds of each way at each number of rows; nan where it is none."""
+    """Seconds of each way at each number of rows, nan where it is none; `wanted` empty: of all."""
     copies = max(2, -(-4 * CACHE_BYTES // (shape.outputs * shape.inputs * kind.itemsize)))
     copies = copies if device.type == "cuda" else 1
     product = kind(shape.outputs, shape.inputs, copies, device)
@@ -98,17 +102,19 @@ def measure(
     for place, count in enumerate(rows):
         reference: torch.Tensor | None = None
         for way, calls in product.ways(count):
+            if wanted and way not in wanted and way != "library":
+                continue
             try:
                 result = calls[0]()[:count].float()
+                spent = seconds(calls, device)
             except RuntimeError as refusal:
-                print(f"  {way} at {count} rows: {refusal}")
+                print(f"  {way} at {count} rows: {refusal}", flush=True)
                 continue
             reference = result if reference is None else reference
             error = float((result - reference).norm() / reference.norm())
             if not error < TOLERANCE:
-                print(f"  {way} at {count} rows is wrong by {error:.3f} and left out")
+                print(f"  {way} at {count} rows is wrong by {error:.3f} and left out", flush=True)
                 continue
-            spent = seconds(calls, device)
             found.setdefault(way, [float("nan")] * len(rows))[place] = spent
     return found
 
@@ -133,7 +139,10 @@ def table(name: str, times: dict[str, list[float]], rows: list[int], floors: lis
             for cell in cells
         )
         share = f"{floors[place] / best:.0%}"
-        print(f"{count:>8} rows   " + "".join(f"{cell:>15}" for cell in marked) + f"{share:>15}")
+        print(
+            f"{count:>8} rows   " + "".join(f"{cell:>15}" for cell in marked) + f"{share:>15}",
+            flush=True,
+        )
 
 
 def whole_job(
@@ -157,9 +166,11 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--dtype", choices=("bfloat16", "fp8"), default="bfloat16")
     parser.add_argument("--rows", default=ROWS)
+    parser.add_argument("--ways", default="", help="only these beside the library's, by commas")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     arguments = parser.parse_args()
     rows = sorted({int(count) for count in arguments.rows.split(",")})
+    wanted = set(filter(None, arguments.ways.split(",")))
     is_fp8, device = arguments.dtype == "fp8", torch.device(arguments.device)
     kind: type[Plain | Fp8] = Fp8 if is_fp8 else Plain
     config = ModelConfig.from_folder(arguments.model)
@@ -172,7 +183,7 @@ def main() -> None:
     }
     with torch.inference_mode():
         for name, shape in sizes.items():
-            found[name] = measure(shape, kind, rows, device)
+            found[name] = measure(shape, kind, rows, device, wanted)
             table(name, found[name], rows, floors[name])
     totals = whole_job(found, sizes, rows)
     floor = sum(job_seconds(shape, floors[name], rows) for name, shape in sizes.items())

@@ -45,7 +45,7 @@ def test_timed_products_are_right_alone_and_in_a_graph(size: tuple[int, int]) ->
         x.normal_()
         graph.replay()
         exact = F.linear(x.double(), weight.double())
-        assert error(y, exact) < 4e-3
+        assert error(y, exact) < 6e-3
         assert error(first, exact) > 1  # it was of other numbers
 
 
@@ -71,7 +71,7 @@ def test_fp8_products_are_those_of_their_numbers(size: tuple[int, int], rows: in
     timed = TunedProducts([rows]).product(x.values, weight, Scales(x.scales, scale))
     assert timed is not None
     print(f"{size} {rows}: library {library:.5f}, timed {error(timed, exact):.5f}")
-    assert max(library, error(timed, exact)) < 5e-3
+    assert max(library, error(timed, exact)) < 1e-2
 
 
 @pytest.mark.parametrize("products", ["library", "timed"])
