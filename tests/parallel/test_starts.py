@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -37,9 +38,14 @@ BOUND = 2.0
 
 
 @pytest.fixture(autouse=True)
-def _nobody_is_left() -> Iterator[None]:
-    yield
-    assert not ranks_of(psutil.Process())
+def _nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No process, and no file of a start."""
+    with tempfile.TemporaryDirectory() as folder:  # sockets' names may not be as long as pytest's
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        monkeypatch.setenv("TMPDIR", folder)
+        yield
+        assert not ranks_of(psutil.Process())
+        assert not list(Path(folder).glob("tridentlm-ranks-*"))
 
 
 def send(followers: Followers, number: signal.Signals) -> None:
@@ -114,18 +120,20 @@ def test_a_rank_that_hangs_while_it_loads_fails_the_start_within_the_bound(
         start(late(llama), followers)
 
 
-def test_a_rank_does_not_wait_for_ever_until_the_first_has_loaded(llama: Path) -> None:
+def test_a_rank_does_not_wait_for_ever_until_the_first_has_loaded(
+    llama: Path, tmp_path: Path
+) -> None:
     """The test is rank 0, and never says that all have loaded."""
     settings = late(llama)
     ours, theirs = Pipe()
-    store, port = open_store()
+    store = open_store(tmp_path, SECONDS)
     joins = threading.Thread(
         target=DistributedGroup, args=(Shard(0, 2), store, "cpu", SECONDS, lambda: None)
     )
     joins.start()
-    ours.send(Job(1, settings, resolve_model(settings), "cpu", port))
+    ours.send(Job(1, settings, resolve_model(settings), "cpu"))
     with pytest.raises(InternalError, match="Rank 0 did not load its weights within 2 s"):
-        follower.follow(theirs)
+        follower.follow(theirs, tmp_path)
     joins.join()
     assert [ours.recv() for _ in range(2)] == [None, None]  # arrived, loaded
 

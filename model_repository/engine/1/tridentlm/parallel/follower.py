@@ -1,6 +1,7 @@
-"""A rank beside the first: `python -m tridentlm.parallel.follower FD`, a child of rank 0.
+"""A rank beside the first: `python -m tridentlm.parallel.follower FD FOLDER`, a child of rank 0.
 
-It computes its part of every plan that comes through the socket FD, and ends with the socket.
+It computes its part of every plan that comes through the socket FD, and ends with the socket. The
+ranks find each other in FOLDER.
 """
 
 from __future__ import annotations
@@ -9,11 +10,13 @@ import contextlib
 import faulthandler
 import logging
 import os
+import shutil
 import signal
 import sys
 import threading
 import traceback
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import torch
 
@@ -21,12 +24,12 @@ from tridentlm import memory
 from tridentlm.errors import InternalError, TridentError
 from tridentlm.models.shard import Shard
 from tridentlm.parallel.followers import TRACE_SIGNAL, Job, wait_for_hangup
-from tridentlm.parallel.group import DistributedGroup, enter_store
+from tridentlm.parallel.group import DistributedGroup, open_store
 from tridentlm.runner import ModelRunner
 from tridentlm.startup import settle
 
 
-def follow(leader: Connection) -> None:
+def follow(leader: Connection, folder: Path) -> None:
     """Loads what the leader says, then computes plans until it says None."""
     job: Job = leader.recv()
     timeout = job.settings.rank_timeout
@@ -40,7 +43,7 @@ def follow(leader: Connection) -> None:
             )
         leader.recv()
 
-    shard, store = Shard(job.rank, job.settings.tp), enter_store(job.port, timeout)
+    shard, store = Shard(job.rank, job.settings.tp), open_store(folder, timeout)
     group = DistributedGroup(shard, store, job.device, timeout, wait_until_loaded)
     runner = ModelRunner(job.settings, job.files, group)
     settle()
@@ -51,9 +54,10 @@ def follow(leader: Connection) -> None:
         torch.cuda.synchronize()  # the leader's last kernels wait for what this rank's send
 
 
-def end_with(leader: Connection) -> None:
+def end_with(leader: Connection, folder: Path) -> None:
     # The main thread may be in a collective that never returns.
     wait_for_hangup([leader])
+    shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)
 
 
@@ -63,11 +67,12 @@ def main() -> int:
     faulthandler.register(TRACE_SIGNAL)
     logging.basicConfig(level=logging.WARNING, format="engine rank: %(message)s")
     logging.getLogger(memory.__name__).setLevel(logging.INFO)
-    leader = Connection(int(sys.argv[1]))
-    threading.Thread(target=end_with, args=(leader,), daemon=True).start()
+    leader, folder = Connection(int(sys.argv[1])), Path(sys.argv[2])
+    threading.Thread(target=end_with, args=(leader, folder), daemon=True).start()
     try:
-        follow(leader)
+        follow(leader, folder)
     except Exception as error:
+        shutil.rmtree(folder, ignore_errors=True)  # the leader may be gone
         if not isinstance(error, TridentError):
             traceback.print_exc()
             error = InternalError(f"{type(error).__name__}: {error}")

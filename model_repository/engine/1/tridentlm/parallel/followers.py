@@ -22,15 +22,18 @@ import logging
 import os
 import pickle
 import select
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -57,28 +60,32 @@ ARRIVE, LOAD, GET_READY = "arrive", "load its weights", "get ready"
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What a follower shall run as `rank`. `port`: of the store where the ranks meet."""
+    """What a follower shall run as `rank`."""
 
     rank: int
     settings: EngineSettings
     files: ModelFiles
     device: str
-    port: int
 
 
 class Followers:
-    """Started by the constructor. One thread may call the methods."""
+    """Started by the constructor. One thread may call the methods.
+
+    `folder` is empty, and for these ranks alone. Whoever ends them, or outlives the leader, removes
+    it.
+    """
 
     def __init__(self, count: int) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="tridentlm-ranks-"))
         self._closing = False
         self._connections: list[Connection] = []
         self._processes: list[subprocess.Popen[bytes]] = []
         for _ in range(count):
             ours, theirs = Pipe()
-            command = [sys.executable, "-m", "tridentlm.parallel.follower", str(theirs.fileno())]
+            place = [str(theirs.fileno()), str(self.folder)]
             self._processes.append(
                 subprocess.Popen(
-                    command,
+                    [sys.executable, "-m", "tridentlm.parallel.follower", *place],
                     env=child_environ(),
                     stdin=subprocess.DEVNULL,
                     pass_fds=(theirs.fileno(),),
@@ -173,6 +180,7 @@ class Followers:
             process.kill()
             process.wait()
             connection.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     def _last_words(self, rank: int) -> TridentError | None:
         connection = self._connections[rank - 1]
@@ -192,6 +200,7 @@ class Followers:
         if not self._closing:
             reason = self.reason()
             logger.error("%s The engine ends with it.", reason and reason.message)
+            shutil.rmtree(self.folder, ignore_errors=True)
             os._exit(1)
 
 

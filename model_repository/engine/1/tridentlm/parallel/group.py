@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import os
-import socket
 import threading
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import FileStore, PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]
 
 from tridentlm.models.shard import Shard
 
-LOOPBACK = "127.0.0.1"
 ABORT_SECONDS = 1.0
 
 
@@ -118,20 +117,15 @@ class DistributedGroup(Group):
         ending.join(ABORT_SECONDS)
 
 
-def open_store() -> tuple[Any, int]:
-    """Where the ranks of one start find each other, and its port. Only this host reaches it."""
-    server = socket.create_server((LOOPBACK, 0))
-    port = server.getsockname()[1]
-    descriptor = server.detach()  # the store closes it
-    store = TCPStore(
-        LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor
-    )
-    return store, port
+def open_store(folder: Path, timeout: float) -> Any:
+    """Where the ranks of one start find each other: the same `folder` for all.
 
-
-def enter_store(port: int, timeout: float) -> Any:
-    """The leader's store, from another process. Raises RuntimeError after `timeout` s."""
-    return TCPStore(LOOPBACK, port, is_master=False, timeout=timedelta(seconds=timeout))
+    A file, for want of names: torch's store over TCP asks the resolver for the name behind each
+    address, which takes 5 s or more a question where no name server answers.
+    """
+    store = FileStore(str(folder / "store"))
+    store.set_timeout(timedelta(seconds=timeout))
+    return store
 
 
 def _connect_nccl(store: Any, shard: Shard, limit: timedelta) -> Any:
