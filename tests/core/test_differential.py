@@ -12,17 +12,17 @@ from pathlib import Path
 import pytest
 
 from tests.core.real_schedules import RealSchedules
-from tests.core.traffic import World
+from tests.core.traffic import SeededWorld
 
 SCHEDULES = 1000
 REAL_SCHEDULES = 12
 
 
 def test_a_thousand_random_schedules_give_the_tokens_of_the_naive_run() -> None:
-    """`World.run` ends with `Driver.check_end`, which compares every text with `answer`."""
+    """`SeededWorld.run` ends with `Driver.check_end`, which compares every text with `answer`."""
     preemptions = hits = ended = 0
     for seed in range(SCHEDULES):
-        world = World(50_000 + seed, checked=False)
+        world = SeededWorld(50_000 + seed, checked=False)
         _, preempted = world.run(turns=6)
         preemptions += preempted
         hits += world.driver.scheduler.stats().prefix_hit_tokens

@@ -17,12 +17,12 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from tests.core.driver import Driver, Reckless
+from tests.core.driver import Driver
 from tests.core.fake_model import VOCAB
+from tests.core.traffic import World
 from tridentlm.core.plan import I32
-from tridentlm.core.policy import POLICIES, Policy
-from tridentlm.core.radix import RadixCache
-from tridentlm.core.request import FinishReason, Limits, Request
+from tridentlm.core.policy import POLICIES
+from tridentlm.core.request import Limits, Request
 from tridentlm.errors import InvalidRequest
 
 lengths = st.one_of(st.integers(1, 8), st.integers(1, 70))
@@ -32,63 +32,40 @@ prompts = st.one_of(
 )
 
 
+worlds = st.builds(
+    World,
+    st.builds(
+        Limits,
+        max_model_len=st.integers(2, 80),
+        num_pages=st.integers(1, 40),
+        page_size=st.one_of(st.integers(1, 4), st.integers(1, 64)),
+        max_running=st.integers(1, 6),
+        max_queue=st.just(100),
+        max_step_tokens=st.integers(1, 40),
+        vocab_size=st.just(VOCAB),
+    ),
+    steps_in_flight=st.integers(1, 2),
+    cached=st.booleans(),
+    policy=st.sampled_from(list(POLICIES.values())),
+    reserve=st.booleans(),
+    mixed_tokens=st.integers(0, 20),
+    reckless=st.booleans(),
+)
+
+
 class Traffic(RuleBasedStateMachine):
     """Arrivals, aborts, deadlines, flushes, launches and collects, in any order."""
 
     steps = 0
 
-    def count_steps(self) -> None:
-        Traffic.steps += self.driver.scheduler.stats().steps
-
-    @initialize(
-        page_size=st.one_of(st.integers(1, 4), st.integers(1, 64)),
-        num_pages=st.integers(1, 40),
-        max_running=st.integers(1, 6),
-        max_step_tokens=st.integers(1, 40),
-        max_model_len=st.integers(2, 80),
-        steps_in_flight=st.integers(1, 2),
-        cached=st.booleans(),
-        policy=st.sampled_from(list(POLICIES.values())),
-        reserve=st.booleans(),
-        mixed_tokens=st.integers(0, 20),
-        reckless=st.booleans(),
-    )
-    def start(
-        self,
-        page_size: int,
-        num_pages: int,
-        max_running: int,
-        max_step_tokens: int,
-        max_model_len: int,
-        steps_in_flight: int,
-        cached: bool,
-        policy: Policy,
-        reserve: bool,
-        mixed_tokens: int,
-        reckless: bool,
-    ) -> None:
-        self.limits = Limits(
-            max_model_len=max_model_len,
-            num_pages=num_pages,
-            page_size=page_size,
-            max_running=max_running,
-            max_queue=100,
-            max_step_tokens=max_step_tokens,
-            vocab_size=VOCAB,
-        )
-        self.steps_in_flight = steps_in_flight
-        self.make_driver = lambda: Driver(
-            self.limits,
-            cache=RadixCache(page_size) if cached else None,
-            policy=policy,
-            reserve=reserve,
-            mixed_tokens=mixed_tokens,
-            expected=Reckless() if reckless else None,
-        )
-        self.driver = self.make_driver()
-        self.now = 0.0
+    @initialize(world=worlds)
+    def start(self, world: World) -> None:
+        self.world = world
         self.next_id = 0
-        self.aborted: set[int] = set()
+
+    @property
+    def driver(self) -> Driver:
+        return self.world.driver
 
     @rule(
         prompt=prompts,
@@ -114,7 +91,7 @@ class Traffic(RuleBasedStateMachine):
             np.array(prompt, np.int32),
             max_tokens,
             stop_token_ids=stops,
-            deadline=self.now + seconds,
+            deadline=self.world.now + seconds,
             temperature=temperature,
             seed=seed,
             priority=priority,
@@ -127,14 +104,14 @@ class Traffic(RuleBasedStateMachine):
     def follow_up(self, data: st.DataObject, suffix: list[int]) -> None:
         """A prompt that begins like an earlier request and its answer: food for the cache."""
         earlier = data.draw(st.sampled_from(sorted(self.driver.requests)))
-        ids = [*self.driver.requests[earlier].prompt.tolist(), *self.driver.tokens[earlier]]
+        ids = self.world.conversation(earlier)
         kept = data.draw(st.one_of(st.just(len(ids)), st.integers(1, len(ids))))
         self.send(np.array(ids[:kept] + suffix, np.int32), data.draw(st.integers(1, 6)))
 
     def send(self, prompt: I32, max_tokens: int, **fields: Any) -> None:
         request = Request(self.next_id, prompt, max_tokens, **fields)
         self.next_id += 1
-        fits = len(prompt) + max_tokens <= self.limits.max_tokens_held
+        fits = len(prompt) + max_tokens <= self.world.limits.max_tokens_held
         try:
             self.driver.add(request)
         except InvalidRequest:
@@ -144,27 +121,19 @@ class Traffic(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
-        request_id = data.draw(st.integers(0, self.next_id + 1))
-        self.driver.scheduler.abort(request_id)
-        self.aborted.add(request_id)
+        self.world.abort(data.draw(st.integers(0, self.next_id + 1)))
 
     @rule(seconds=st.integers(1, 5))
     def pass_time(self, seconds: int) -> None:
-        self.now += seconds
-        self.driver.scheduler.expire(self.now)
+        self.world.pass_time(seconds)
         for request in self.driver.requests.values():
-            if request.deadline <= self.now:
+            if request.deadline <= self.world.now:
                 assert request.id not in self.driver.scheduler._holders
                 assert request.id not in self.driver.scheduler._queue
 
     @rule()
     def restart(self) -> None:
-        """The engine fails: everybody hears of it, and a new one takes over."""
-        self.driver.scheduler.fail_all("lost")
-        self.driver.drain()
-        assert self.driver.finish.keys() == self.driver.requests.keys()
-        self.count_steps()
-        self.driver = self.make_driver()
+        self.world.fail()
 
     @rule()
     def flush(self) -> None:
@@ -174,7 +143,7 @@ class Traffic(RuleBasedStateMachine):
     def drain(self) -> None:
         self.driver.drain()
 
-    @precondition(lambda self: len(self.driver.launched) < self.steps_in_flight)
+    @precondition(lambda self: len(self.driver.launched) < self.world.steps_in_flight)
     @rule()
     def launch(self) -> None:
         self.driver.launch()
@@ -187,33 +156,24 @@ class Traffic(RuleBasedStateMachine):
     @rule(steps=st.integers(1, 120), seed=st.integers(0, 2**32), load=st.floats(0, 0.9))
     def run_on(self, steps: int, seed: int, load: float) -> None:
         rng = np.random.default_rng(seed)
-        held = self.limits.max_tokens_held
+        held = self.world.limits.max_tokens_held
         for _ in range(steps):
             if held > 1 and rng.random() < load and len(self.driver.scheduler._queue) < 8:
                 length = int(rng.integers(1, held))
                 prompt = rng.integers(0, 2, length).astype(np.int32)
                 priority = int(rng.integers(3))
                 self.send(prompt, int(rng.integers(1, held - length + 1)), priority=priority)
-            if len(self.driver.launched) < self.steps_in_flight:
-                self.driver.launch()
-            if self.driver.launched:
-                self.driver.collect()
-            self.driver.scheduler.check_integrity()
+            self.world.step()
 
     @invariant()
     def books_balance(self) -> None:
-        if hasattr(self, "driver"):
+        if hasattr(self, "world"):
             self.driver.scheduler.check_integrity()
 
     def teardown(self) -> None:
-        if not hasattr(self, "driver"):
-            return
-        self.driver.run(self.steps_in_flight)
-        self.count_steps()
-        for request_id, finish in self.driver.finish.items():
-            late = self.driver.requests[request_id].deadline <= self.now
-            if request_id not in self.aborted and not late:
-                assert finish in (FinishReason.STOP, FinishReason.LENGTH)
+        if hasattr(self, "world"):
+            self.world.end()
+            Traffic.steps += self.world.counts["steps"]
 
 
 def test_every_promise_holds_in_fifty_thousand_steps() -> None:

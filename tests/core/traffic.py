@@ -22,7 +22,7 @@ import numpy as np
 from tests.core.driver import Driver, Reckless
 from tests.core.fake_model import VOCAB
 from tridentlm.core.extras import RequestExtras
-from tridentlm.core.policy import POLICIES
+from tridentlm.core.policy import POLICIES, Policy
 from tridentlm.core.radix import RadixCache
 from tridentlm.core.request import FinishReason, Limits, Request
 
@@ -31,58 +31,42 @@ ENDS = (FinishReason.STOP, FinishReason.LENGTH)
 
 
 class World:
-    """One engine's life. `run` returns the number of steps and of preemptions."""
+    """One engine's life after the other, in which time passes, with all that each may be told."""
 
-    def __init__(self, seed: int, *, checked: bool = True) -> None:
-        self.rng = rng = np.random.default_rng(seed)
-        page_size = int(rng.choice([1, 2, 3, 4, 8, 16, 64]))
-        held = int(rng.integers(8, 64))
-        pages = -(-held // page_size)
-        self.limits = Limits(
-            max_model_len=held,
-            num_pages=pages + int(rng.integers(0, (1 + 2 * (rng.random() < 0.3)) * pages + 1)),
-            page_size=page_size,
-            max_running=int(rng.integers(1, 10)),
-            max_queue=100,
-            max_step_tokens=int(rng.integers(1, 40)),
-            vocab_size=VOCAB,
-        )
-        self.steps_in_flight = int(rng.integers(1, 3))
-        cached, reserve, reckless = rng.random() < 0.8, rng.random() < 0.2, rng.random() < 0.7
-        policy = POLICIES[str(rng.choice(list(POLICIES)))]
-        mixed_tokens = int(rng.integers(0, 2) * rng.integers(1, 20))
+    def __init__(
+        self,
+        limits: Limits,
+        *,
+        steps_in_flight: int,
+        cached: bool,
+        policy: Policy,
+        reserve: bool,
+        mixed_tokens: int,
+        reckless: bool,
+        checked: bool = True,
+    ) -> None:
+        self.limits, self.steps_in_flight = limits, steps_in_flight
         self.make_driver = lambda: Driver(
-            self.limits,
+            limits,
             checked=checked,
-            cache=RadixCache(page_size) if cached else None,
+            cache=RadixCache(limits.page_size) if cached else None,
             policy=policy,
             reserve=reserve,
             mixed_tokens=mixed_tokens,
             expected=Reckless() if reckless else None,
         )
         self.driver = self.make_driver()
-        self.counts = Counter[str]()  # of engines that failed
-        self.load = rng.uniform(0.05, 0.9)
-        self.stops = int(rng.integers(1, 4))
+        self.counts = Counter[str]()  # of engines that are gone
         self.now = 0.0
-        self.cut: set[int] = set()  # ids that may end by abort
+        self.aborted: set[int] = set()
 
-    def run(self, turns: int) -> tuple[int, int]:
-        ids = itertools.count()
-        for _ in range(turns):
-            if self.rng.random() < self.load and len(self.driver.scheduler._queue) < 12:
-                self.driver.add(self.draw(next(ids)))
-            self.disturb()
-            self.step()
-        self.driver.run(self.steps_in_flight, limit=20_000)
-        ended = self.driver.finish
-        assert all(ended[i] in ENDS for i in self.driver.requests if i not in self.cut)
-        self.count()
-        return self.counts["steps"], self.counts["preemptions"]
+    def abort(self, request_id: int) -> None:
+        self.driver.scheduler.abort(request_id)
+        self.aborted.add(request_id)
 
-    def count(self) -> None:
-        stats = self.driver.scheduler.stats()
-        self.counts.update(steps=stats.steps, preemptions=stats.preemptions)
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+        self.driver.scheduler.expire(self.now)
 
     def fail(self) -> None:
         """The engine fails: everybody hears of it, once, and a new one takes over."""
@@ -93,27 +77,79 @@ class World:
         self.driver = self.make_driver()
 
     def step(self) -> None:
-        launched = self.driver.launch()
-        if self.driver.launched and (
-            launched is None or len(self.driver.launched) == self.steps_in_flight
-        ):
-            self.driver.collect()
-        self.driver.drain()
-        self.driver.check()
+        driver = self.driver
+        launched = driver.launch() if len(driver.launched) < self.steps_in_flight else None
+        if driver.launched and (launched is None or len(driver.launched) == self.steps_in_flight):
+            driver.collect()
+        driver.drain()
+        driver.check()
+
+    def conversation(self, request_id: int) -> list[int]:
+        """A request's prompt and its answer so far."""
+        return [*self.driver.requests[request_id].prompt.tolist(), *self.driver.tokens[request_id]]
+
+    def end(self) -> None:
+        """Runs until nothing is left; whoever was not cut short has a whole answer."""
+        self.driver.run(self.steps_in_flight, limit=20_000)
+        for request_id, finish in self.driver.finish.items():
+            late = self.driver.requests[request_id].deadline <= self.now
+            assert finish in ENDS or late or request_id in self.aborted
+        self.count()
+
+    def count(self) -> None:
+        stats = self.driver.scheduler.stats()
+        self.counts.update(steps=stats.steps, preemptions=stats.preemptions)
+
+
+class SeededWorld(World):
+    """`run` returns the number of steps and of preemptions."""
+
+    def __init__(self, seed: int, *, checked: bool = True) -> None:
+        self.rng = rng = np.random.default_rng(seed)
+        page_size = int(rng.choice([1, 2, 3, 4, 8, 16, 64]))
+        held = int(rng.integers(8, 64))
+        pages = -(-held // page_size)
+        limits = Limits(
+            max_model_len=held,
+            num_pages=pages + int(rng.integers(0, (1 + 2 * (rng.random() < 0.3)) * pages + 1)),
+            page_size=page_size,
+            max_running=int(rng.integers(1, 10)),
+            max_queue=100,
+            max_step_tokens=int(rng.integers(1, 40)),
+            vocab_size=VOCAB,
+        )
+        super().__init__(
+            limits,
+            steps_in_flight=int(rng.integers(1, 3)),
+            cached=rng.random() < 0.8,
+            reserve=rng.random() < 0.2,
+            reckless=rng.random() < 0.7,
+            policy=POLICIES[str(rng.choice(list(POLICIES)))],
+            mixed_tokens=int(rng.integers(0, 2) * rng.integers(1, 20)),
+            checked=checked,
+        )
+        self.load = rng.uniform(0.05, 0.9)
+        self.stops = int(rng.integers(1, 4))
+
+    def run(self, turns: int) -> tuple[int, int]:
+        ids = itertools.count()
+        for _ in range(turns):
+            if self.rng.random() < self.load and len(self.driver.scheduler._queue) < 12:
+                self.driver.add(self.draw(next(ids)))
+            self.disturb()
+            self.step()
+        self.end()
+        return self.counts["steps"], self.counts["preemptions"]
 
     def disturb(self) -> None:
-        rng, scheduler = self.rng, self.driver.scheduler
-        chance = rng.random()
+        chance = self.rng.random()
         if chance < 0.02 and self.driver.requests:
-            victim = int(rng.choice(list(self.driver.requests)[-8:]))
-            scheduler.abort(victim)
-            self.cut.add(victim)
+            self.abort(int(self.rng.choice(list(self.driver.requests)[-8:])))
         elif chance < 0.022:
-            scheduler.flush_cache()
+            self.driver.scheduler.flush_cache()
         elif chance < 0.023:
             self.fail()
-        self.now += 1
-        self.driver.scheduler.expire(self.now)
+        self.pass_time(1)
 
     def draw(self, request_id: int) -> Request:
         """Half of all prompts go on from an earlier request and its answer."""
@@ -123,13 +159,12 @@ class World:
         ).tolist()
         if self.driver.requests and rng.random() < 0.6:
             earlier = int(rng.choice(list(self.driver.requests)[-20:]))
-            known = [*self.driver.requests[earlier].prompt.tolist(), *self.driver.tokens[earlier]]
+            known = self.conversation(earlier)
             ids = known[: int(rng.integers(1, len(known) + 1))] + ids[: int(rng.integers(0, 9))]
         length = min(len(ids), held - 1)
         deadline = math.inf
         if rng.random() < 0.03:
             deadline = self.now + int(rng.integers(1, 40))
-            self.cut.add(request_id)
         return Request(
             request_id,
             np.array(ids[:length], np.int32),
@@ -151,7 +186,7 @@ def run_worlds(seeds: Iterator[int], steps: int) -> tuple[int, int, int]:
     while done < steps:
         seed = next(seeds)
         try:
-            counts = World(seed).run(turns=400)
+            counts = SeededWorld(seed).run(turns=400)
         except BaseException:
             print(f"seed {seed}", flush=True)
             raise
