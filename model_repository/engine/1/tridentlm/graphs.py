@@ -193,7 +193,9 @@ class CudaExecutor:
     def _run_mixed(
         self, plan: StepPlan, lengths: npt.NDArray[Any], decodes: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        layout = self._mixed_layout
+        layout, wanted = self._mixed_layout, output_rows(plan)
+        if not len(wanted):
+            wanted = np.zeros(1, np.int32)  # kernels take at least one row; nobody reads this one
         indptr, pages = page_list(
             plan.block_tables[decodes:], plan.context_lens[decodes:], self._page_size
         )
@@ -204,7 +206,7 @@ class CudaExecutor:
             "token_slots": np.repeat(plan.slots, lengths),
             "context_lens": plan.context_lens[:decodes],
             "slots": plan.slots[plan.sampled],
-            "rows": plan.query_starts[plan.sampled + 1] - 1,
+            "rows": wanted[: len(plan.sampled) or 1],
             "temperature": plan.temperature,
             "uniform": uniforms(plan.seeds, plan.sample_positions),
             "prefill_pages": pages,
@@ -225,7 +227,7 @@ class CudaExecutor:
         if decodes < plan.num_rows:
             starts = plan.query_starts[decodes:] - decodes
             self._prefill.plan(starts, indptr, plan.context_lens[decodes:], fields["prefill_pages"])
-        rows, wanted = fields["rows"], output_rows(plan)
+        rows = fields["rows"]
         if len(wanted) > len(rows):  # a prompt's places may be more than the buffer holds
             rows = self._to_device(wanted)
         return self._compute(fields, fields["token_slots"], step, rows)
