@@ -5,7 +5,7 @@
 The job (seed 0): 256 prompts of 100 to 1,024 random ids, then 256 answers of 100 to 1,024 tokens;
 temperature 0.6, EOS ignored, prefix cache empty before each run. Any other setting of the engine
 follows as `name=value`. The floor is the time that the hardware's measured rates allow; with --tp
-that of so many GPUs which exchange nothing.
+that of so many GPUs which exchange nothing. --profile tells what the GPU's time goes to.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.kernels import profiled
 from benchmarks.record import write
 from tridentlm.config import PREFIX, EngineSettings, resolve_settings
 from tridentlm.core.extras import Logprobs
@@ -33,6 +34,8 @@ from tridentlm.hub import resolve_model
 from tridentlm.models.config import ModelConfig
 
 LARGEST_ID = 10_000
+PREFILL_STEPS, DECODE_STEPS = 8, 32
+"""Of those that are profiled."""
 TOKENS_IN, TOKENS_OUT = 142_827, 133_966
 BYTES_PER_SECOND, FLOPS = 4.3e12, 790e12
 """One H200: a device-to-device copy, counting both ways, and an 8192^3 bf16 product, measured."""
@@ -181,12 +184,17 @@ def run(engine: Engine, clock: Clock, job: Job, first_id: int) -> dict[str, Any]
     }
 
 
-def profile(engine: Engine, clock: Clock, job: Job, path: Path) -> None:
-    import torch
-
-    with torch.profiler.profile() as profiler:
-        run(engine, clock, job, 10**6)
-    profiler.export_chrome_trace(str(path))
+def profile(engine: Engine, job: Job, device: str, steps: int, folder: Path) -> dict[str, Any]:
+    """One more run, of which the first steps and some in the middle of `steps` are profiled."""
+    engine.flush_cache()
+    for request in job.requests(engine.limits.vocab_size, 10**6):
+        engine.add(request)
+    told = {"prefill": profiled(engine, PREFILL_STEPS, device, folder / "prefill.json.gz")}
+    for _ in range(steps // 2 - PREFILL_STEPS):
+        engine.step()
+    told["decode"] = profiled(engine, DECODE_STEPS, device, folder / "decode.json.gz")
+    engine.shut_down()
+    return told
 
 
 def engine_parser() -> argparse.ArgumentParser:
@@ -217,7 +225,7 @@ def main() -> None:
     parser = engine_parser()
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--name", default="", help="of the result's file; default: by the model")
-    parser.add_argument("--profile", type=Path, help="writes a trace of one more run")
+    parser.add_argument("--profile", type=Path, help="a folder: profiles more steps into it")
     arguments = parser.parse_args()
     settings = engine_settings(parser, arguments)
     started = time.perf_counter()
@@ -252,9 +260,19 @@ def main() -> None:
     print(
         json.dumps({name: result[name] for name in ("tok_s", "share_of_floor", "startup_seconds")})
     )
-    print(write(arguments.name or f"offline_{model.lower()}", result))
+    name = arguments.name or result_name("offline", model, settings)
+    print(write(name, result))
     if arguments.profile:
-        profile(engine, clock, job, arguments.profile)
+        steps = runs[-1]["steps"]
+        result["profile"] = profile(engine, job, runner.device, steps, arguments.profile)
+        print(json.dumps({"profile": result["profile"]}))
+        write(name, result)
+    engine.close()
+
+
+def result_name(benchmark: str, model: str, settings: EngineSettings) -> str:
+    ranks = f"_tp{settings.tp}" if settings.tp > 1 else ""
+    return f"{benchmark}_{model.lower()}{ranks}"
 
 
 def gpu_name(device: str) -> str:
