@@ -36,7 +36,8 @@ def measure(
     """
     measured = _measured_of(plan)
     targets, rows = (
-        torch.from_numpy(array).to(logits.device) for array in (measured.targets, measured.rows)
+        torch.from_numpy(array).to(logits.device, non_blocking=True)
+        for array in (measured.targets, measured.rows)
     )
     tables = []
     for start in range(0, len(targets), SLICE):

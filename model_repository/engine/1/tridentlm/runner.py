@@ -136,7 +136,7 @@ class ModelRunner:
         cache = KVCache(
             config, num_pages + 1, page_size, self._kv_dtype, self._device, heads_first=True
         )
-        backend = FlashInferBackend(cache, self._dtype, limits.max_model_len)
+        backend = FlashInferBackend(cache, self._dtype, limits)
         self._end_stage("cache")
         sizes = batch_sizes(self._graph_max_batch) if graph_sizes is None else graph_sizes
         executor = CudaExecutor(self._decoder, backend, limits, sizes)

@@ -23,6 +23,7 @@ from flashinfer.decode import xqa_batch_decode_with_kv_cache
 from tridentlm.backends.base import KVCache
 from tridentlm.backends.kernels import rope_store
 from tridentlm.core.plan import F32, I32
+from tridentlm.core.request import Limits
 from tridentlm.errors import InvalidRequest
 from tridentlm.models.config import ModelConfig
 from tridentlm.models.rotary import rotary_table
@@ -33,6 +34,8 @@ LAYOUT = "HND"
 """The order in a page: KV heads, tokens, head_dim."""
 
 WORKSPACE_BYTES = 256 * 2**20
+"""What FlashInfer advises, and what XQA's partial results and semaphores fit into."""
+
 XQA_MAX_ROWS = 32
 """Most rows for which XQA decodes, where the planned kernel could. On an H200 with pages of 64 and
 contexts of 283 to 1,416 tokens: 13 us a layer against 15 at 4 rows, 40 both at 32, 237 against 223
@@ -66,20 +69,35 @@ def cut_tail(weights: torch.Tensor, top_k: npt.NDArray[np.int32], top_p: F32) ->
     return weights
 
 
+def split_bytes(config: ModelConfig, rows: int, processors: int) -> int:
+    """What the partial results of one attention take that is split over so many processors.
+
+    FlashInfer (`PrefillPlan`) keeps room for one float32 output and its sum per head and query of
+    each tile: the tiles of `rows` decodes, or as many of 128 queries as fill every processor twice.
+    """
+    group = config.num_heads // config.num_kv_heads
+    tile = 16 if group <= 16 else 64
+    decodes = (-(-rows * group // tile) + rows) * tile
+    chunks = 2 * processors // config.num_kv_heads * 128
+    return config.num_heads * max(decodes, chunks) * (config.head_dim + 1) * 4
+
+
 class FlashInferBackend:
     """The KV cache, the workspaces and what all steps share.
 
     The cache has its heads first. Its last page is nobody's: padding rows of a graph write there.
     """
 
-    def __init__(self, cache: KVCache, dtype: torch.dtype, max_positions: int) -> None:
+    def __init__(self, cache: KVCache, dtype: torch.dtype, limits: Limits) -> None:
         self.cache, self.config, self.dtype = cache, cache.config, dtype
         self.device = cache.data.device
         self.layers = [(k, v) for k, v in cache.data]
-        self.rotary = rotary_table(cache.config, max_positions, self.device)
+        self.rotary = rotary_table(cache.config, limits.max_model_len, self.device)
         # Tokens before its own that a query attends to; -1: all.
         self.window_left = cache.config.window - 1
-        self.workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=self.device)
+        processors = torch.cuda.get_device_properties(self.device).multi_processor_count
+        size = max(WORKSPACE_BYTES, split_bytes(self.config, limits.max_running, processors))
+        self.workspace = torch.zeros(size, dtype=torch.uint8, device=self.device)
         # XQA keeps semaphores in its own, which must be 0 between its runs.
         self.xqa_workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=self.device)
         self.has_xqa = self._try_xqa()
