@@ -9,6 +9,9 @@ keep-alive timeout holds. What is no HTTP gets an error of the same shape as all
 
 A client that offers to switch to HTTP/2 (Java's does, with its first request) is served in HTTP/1:
 the parser stops at such an offer and would lose the body, so the head is read again without it.
+
+An answer to HTTP/1.0 ends with its connection: uvicorn would send its stream in chunks, with their
+lengths between the events, which such a client takes for text.
 """
 
 from __future__ import annotations
@@ -26,6 +29,16 @@ HEAD_SECONDS = 20.0
 BODY_SECONDS = 300.0
 MAX_HEAD_BYTES = 65536
 _OFFER = (b"connection", b"upgrade", b"http2-settings")
+
+
+class UntilClosed(int):
+    """The number of bytes that an answer may still have when nobody has said how many it has."""
+
+    def __lt__(self, size: int) -> bool:
+        return False
+
+    def __sub__(self, size: int) -> UntilClosed:
+        return self
 
 
 class HttpProtocol(HttpToolsProtocol):
@@ -66,6 +79,9 @@ class HttpProtocol(HttpToolsProtocol):
         self._in_head = False
         self._expect(BODY_SECONDS)
         super().on_headers_complete()
+        if self.scope["http_version"] == "1.0":
+            self.cycle.chunked_encoding = False
+            self.cycle.expected_content_length = UntilClosed()
 
     def on_message_complete(self) -> None:
         if self.parser.should_upgrade():

@@ -5,6 +5,7 @@
                                                   "usage": {...}}
                                            data: [DONE]
 
+Fields may also stand in an object `parameters`, as Triton's endpoint has it.
 Log-probabilities are asked for and told as in a completion, beside the text of their event.
 """
 
@@ -37,6 +38,10 @@ FIELDS = (
 
 def parse_generate(body: Mapping[str, Any], model: str, settings: ProxySettings) -> Job:
     """Raises InvalidRequest. It streams unless `stream` is false."""
+    nested = body.get("parameters") or {}
+    if not isinstance(nested, dict):
+        raise InvalidRequest("parameters must be an object.", param="parameters")
+    body = {**nested, **body, "parameters": None}
     parameters.refuse_unbuilt(body, FIELDS)
     name = "prompt" if body.get("text_input") is None else "text_input"
     if not isinstance(body.get(name), str):

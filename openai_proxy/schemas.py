@@ -210,4 +210,5 @@ class GenerateRequest(_Sampling):
     n: int = Field(1, ge=1, le=1)
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool = Field(False, description="The text begins with the prompt's.")
+    parameters: dict[str, Any] | None = Field(None, description="Fields that are not beside it.")
     stream: bool = True

@@ -46,6 +46,27 @@ def test_generate_answers_whole_when_asked(http: httpx.Client) -> None:
     }
 
 
+def test_generate_takes_fields_in_parameters_too(http: httpx.Client, session: FakeSession) -> None:
+    nested = {"max_tokens": 3, "temperature": 0, "stream": False}
+    body = {"text_input": "x", "temperature": 0.5, "parameters": nested}
+    assert http.post("/generate", json=body).json()["text_output"] == "Hello world"
+    assert session.submissions[-1].sampling == {"max_tokens": 3, "temperature": 0.5}
+    for value, param in (([1], "parameters"), ({"best_of": 2}, "best_of")):
+        refused = http.post("/generate", json={"text_input": "x", "parameters": value})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
+
+
+@pytest.mark.parametrize("name", ["sampling_params", "max_new_tokens"])
+@pytest.mark.parametrize("path", ["/generate", "/v1/completions"])
+def test_other_servers_names_of_a_limit_are_refused(
+    http: httpx.Client, path: str, name: str
+) -> None:
+    """Left out they would cost the rest of the context."""
+    value = 8 if name == "max_new_tokens" else {"max_new_tokens": 8}
+    refused = http.post(path, json={"prompt": "x", name: value})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, name)
+
+
 def test_generate_has_errors_of_the_one_shape(http: httpx.Client, session: FakeSession) -> None:
     assert http.post("/generate", json={}).json()["error"]["param"] == "text_input"
     body = {"text_input": "x"}

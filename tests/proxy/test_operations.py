@@ -44,6 +44,16 @@ def test_other_request_ids_are_replaced(http: httpx.Client, given: str) -> None:
     assert all(made.startswith("req-") for made in ids)
 
 
+def test_what_can_be_got_has_a_head(http: httpx.Client) -> None:
+    """Monitors and load balancers ask so."""
+    for path in ("/health", "/health/live", "/v1/models", "/metrics", "/version"):
+        head, whole = http.head(path), http.get(path)
+        assert (head.status_code, head.content) == (200, b"")
+        assert head.headers["content-type"] == whole.headers["content-type"]
+    assert http.head(CHAT).status_code == 405
+    assert http.head("/nothing").status_code == 404
+
+
 def test_health_and_version(http: httpx.Client) -> None:
     assert http.get("/health/live").json() == {"status": "live"}
     assert http.get("/health/ready").json() == {"status": "ready"}

@@ -169,3 +169,22 @@ def test_nothing_is_compressed(http: httpx.Client, stream: bool) -> None:
     answer = http.post(CHAT, json=body, headers={"accept-encoding": "gzip, deflate, br, zstd"})
     assert answer.status_code == 200
     assert "content-encoding" not in answer.headers
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_to_http_1_0_is_plain_text_up_to_the_end(
+    link: socket.socket, stream: bool
+) -> None:
+    body = BODY[:-1] + b', "stream": %b}' % (b"true" if stream else b"false")
+    head = HEAD.replace(b"HTTP/1.1", b"HTTP/1.0")
+    link.sendall(head + b"content-length: %d\r\n\r\n" % len(body) + body)
+    head, _, text = rest(link).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200")
+    assert b"transfer-encoding" not in head
+    if stream:
+        events = text.split(b"\n\n")
+        assert events.pop() == b""
+        assert all(event.startswith(b"data: ") for event in events)
+        assert events[-1] == b"data: [DONE]"
+    else:
+        assert json.loads(text)["choices"][0]["message"]["content"] == "Hello world"
