@@ -11,7 +11,9 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
+
+from tridentlm.errors import InvalidRequest
 
 START_DELAY = 0.1
 TAIL_BYTES = 800
@@ -105,8 +107,11 @@ async def run_load(
 async def load_with(
     url: str, bodies: Sequence[Mapping[str, Any]], *, chat: bool = True, api_key: str = ""
 ) -> LoadResult:
-    """Sends each body at the same moment, to chat or else text completions, as a stream."""
-    where = urlsplit(url)
+    """Sends each body at the same moment, to chat or else text completions, as a stream.
+
+    Raises InvalidRequest for another url than http://HOST[:PORT][/PATH].
+    """
+    where, host, port = _split(url)
     path = "/v1/chat/completions" if chat else "/v1/completions"
     head = (
         f"POST {where.path.rstrip('/')}{path} HTTP/1.1\r\nhost: {where.netloc}\r\n"
@@ -115,7 +120,7 @@ async def load_with(
     if api_key:
         head += f"authorization: Bearer {api_key}\r\n"
     mark = b'"content":"' if chat else b'"text":"'
-    run = _Run(where.hostname or "127.0.0.1", where.port or 80, head, mark)
+    run = _Run(host, port, head, mark)
     options = {"stream": True, "stream_options": {"include_usage": True}}
     packed = [json.dumps({**options, **body}).encode() for body in bodies]
     start = time.perf_counter() + START_DELAY
@@ -132,6 +137,17 @@ async def load_with(
         ttft_p99_ms=_percentile(run.first, 99),
         failures=run.failures,
     )
+
+
+def _split(url: str) -> tuple[SplitResult, str, int]:
+    try:
+        where = urlsplit(url)
+        host, port = where.hostname, where.port or 80
+    except ValueError:
+        where, host, port = urlsplit(""), None, 0
+    if where.scheme != "http" or not host:
+        raise InvalidRequest(f"The url must be http://HOST:PORT, got {url!r}.", param="url")
+    return where, host, port
 
 
 def _chat(prompt: str, max_tokens: int, seed: int) -> dict[str, Any]:

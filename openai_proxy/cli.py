@@ -35,11 +35,12 @@ app = typer.Typer(
 
 
 def main() -> None:
-    """Console entry point: an error of ours is one line on stderr and exit code 1."""
+    """Console entry point: an error of ours, or of the system, is a line and exit code 1."""
     try:
         app()
-    except TridentError as error:
-        typer.secho(f"tridentlm: {error.message}", fg="red", err=True)
+    except (TridentError, OSError) as error:
+        message = error.message if isinstance(error, TridentError) else str(error)
+        typer.secho(f"tridentlm: {message}", fg="red", err=True)
         raise SystemExit(1) from None
 
 

@@ -175,7 +175,10 @@ def _ports() -> Finding:
 
 
 def _model_cache() -> Finding:
-    folder = cache_dir()
+    try:
+        folder = cache_dir()
+    except TridentError as error:
+        return Finding("model cache", "fail", "none", error.message)
     free = shutil.disk_usage(folder).free / GIB
     found = f"{folder}, {free:.1f} GiB free"
     if (folder / DEFAULT_FILE).exists():

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from openai_proxy.settings import ProxySettings
+from openai_proxy.settings import PORTS, ProxySettings
 from tridentlm.config import EngineSettings
 from tridentlm.errors import InvalidRequest, TridentError
 
@@ -58,7 +58,7 @@ def check_several(settings: Sequence[EngineSettings], names: Sequence[str]) -> N
 
 
 def check_ports(options: ServeOptions) -> None:
-    """Raises LaunchFailure naming every port that is taken or given twice."""
+    """Raises LaunchFailure naming every port that is taken, given twice or none."""
     wanted = [
         ("--port", options.proxy.host, options.proxy.port),
         ("--http-port", options.triton_host, options.http_port),
@@ -68,7 +68,9 @@ def check_ports(options: ServeOptions) -> None:
     problems = []
     for number, (flag, host, port) in enumerate(wanted):
         twin = next((other for other, _, taken in wanted[:number] if taken == port), None)
-        if twin:
+        if port not in PORTS:
+            problems.append(f"{flag} must be in 1 to 65535, got {port}")
+        elif twin:
             problems.append(f"{flag} and {twin} are both {port}")
         elif not port_is_free(host, port):
             problems.append(f"port {port} ({flag}) is in use")

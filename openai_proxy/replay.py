@@ -33,7 +33,7 @@ def run_replay(file: Path, url: str, api_key: str, say: Callable[[str], None]) -
             for line in response.iter_lines():
                 failed = failed or line.startswith(ERROR_EVENTS)
                 say(line)
-    except httpx.HTTPError as error:
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise TridentError(f"{url} does not answer: {error}") from None
     return int(failed or response.status_code >= 400)
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 import orjson
 
@@ -16,6 +17,7 @@ from tridentlm.errors import InvalidRequest
 TOOL_FORMATS = ("", "none", "hermes", "llama3_json", "mistral")
 THOUGHT_FORMATS = ("", "none", "think")
 PREFIXES = ("TRIDENTLM_PROXY_", "TRIDENTLM_")
+PORTS = range(1, 65536)
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
@@ -68,6 +70,10 @@ class ProxySettings:
     started: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
+        if self.port not in PORTS:
+            raise InvalidRequest(f"port must be in 1 to 65535, got {self.port}.", param="port")
+        if not _is_address(self.triton):
+            raise InvalidRequest(f"triton must be HOST:PORT, got {self.triton!r}.", param="triton")
         if self.workers < 1:
             raise InvalidRequest("workers must be at least 1.", param="workers")
         if self.max_body_mb <= 0:
@@ -153,6 +159,15 @@ def format_for(choices: str, model: str) -> str:
         if not given:
             general = kind
     return general
+
+
+def _is_address(text: str) -> bool:
+    """Whether it is HOST:PORT; an IPv6 address has brackets."""
+    try:
+        where = urlsplit(f"//{text}")
+        return bool(where.hostname) and where.netloc == text and where.port in PORTS
+    except ValueError:
+        return False
 
 
 def _boolean(text: str) -> bool:

@@ -57,6 +57,8 @@ def test_the_command_answers_fast_and_without_torch() -> None:
         (["--page-size", "7"], "page_size must be one of"),
         (["--max-running", "0"], "max_running"),
         (["--workers", "0"], "workers"),
+        (["--port", "99999"], "port must be in 1 to 65535"),
+        (["--http-port", "0"], "--http-port must be in 1 to 65535"),
         (["--model", "/nowhere/at/all"], "/nowhere/at/all"),
         (["--repository", "/nowhere/at/all"], "/nowhere/at/all"),
         (["--model", "/a", "--model", "/b", "--repository", "/c"], "--repository"),
@@ -71,6 +73,23 @@ def test_serve_refuses_what_cannot_work_before_it_starts_anything(
     assert message in done.stderr
     assert "starting" not in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["proxy", "--triton", "localhost"], "triton must be HOST:PORT, got 'localhost'"),
+        (["proxy", "--triton", "::1:8001"], "triton must be HOST:PORT"),
+        (["chat", "--triton", "localhost:0"], "triton must be HOST:PORT"),
+        (["bench", "--url", "127.0.0.1:8000"], "must be http://HOST:PORT, got '127.0.0.1:8000'"),
+        (["repository", "/proc/models"], "/proc/models"),
+    ],
+)
+def test_what_cannot_work_is_said_in_one_line(args: list[str], message: str) -> None:
+    done = tridentlm(*args)
+    assert done.returncode == 1
+    assert message in done.stderr
+    assert len(done.stderr.splitlines()) == 1
 
 
 def test_replay_names_a_file_that_is_no_record(tmp_path: Path) -> None:

@@ -45,6 +45,14 @@ def test_without_a_server_it_fails_and_says_where_it_looked(
     assert "serve cannot work: tritonserver" in text
 
 
+def test_a_cache_that_cannot_be_written_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRIDENTLM_CACHE", "/proc/cache")
+    code, text = report()
+    assert code == 1
+    assert "/proc/cache cannot be written; set TRIDENTLM_CACHE" in text
+    assert findings()["model cache"].level == "fail"
+
+
 def test_a_missing_library_comes_with_the_line_that_installs_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
