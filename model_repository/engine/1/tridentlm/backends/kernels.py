@@ -19,7 +19,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 HEADS_PER_PROGRAM = 4
 VOCAB_BLOCK = 4096
-INPUT_BLOCK = 1024
+INPUT_BLOCK = 512
 
 
 @functools.cache
@@ -34,10 +34,12 @@ def vector_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     A matrix product of one row is all reading of weights, and cuBLAS has no kernel for just that.
     """
     out = x.new_empty(1, len(weight))
-    rows = 1 if weight.shape[1] >= 4096 else 2  # a program needs some work to be worth its start
+    block = 2 * INPUT_BLOCK if weight.shape[1] % (2 * INPUT_BLOCK) == 0 else INPUT_BLOCK
+    # A program needs some work to be worth its start, and 1024 numbers to read 16 bytes a thread.
+    rows = 1 if weight.shape[1] >= 4096 and block > INPUT_BLOCK else 2
     grid = (triton.cdiv(len(weight), rows),)
     early = starts_early()
-    sizes = (*weight.shape, rows, INPUT_BLOCK)
+    sizes = (*weight.shape, rows, block)
     _vector_product[grid](x, weight, out, *sizes, early, num_warps=4, launch_pdl=early)
     return out
 
