@@ -38,7 +38,7 @@ class Gate:
         recorder: FailureRecorder | None = None,
     ) -> None:
         self._app = app
-        self._expected = b"Bearer " + api_key.encode() if api_key else None
+        self._expected = api_key.encode() if api_key else None
         self._metrics = metrics
         self._routes = routes
         self._recorder = recorder
@@ -87,7 +87,8 @@ class Gate:
         if self._expected is None or exchange.scope["path"] in OPEN_PATHS:
             return
         given = exchange.headers.get(b"authorization", b"")
-        if not hmac.compare_digest(given, self._expected):
+        scheme, _, key = given.partition(b" ")
+        if scheme.lower() != b"bearer" or not hmac.compare_digest(key, self._expected):
             message = (
                 "Incorrect API key." if given else "No API key: send Authorization: Bearer KEY."
             )

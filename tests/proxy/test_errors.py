@@ -302,7 +302,8 @@ def test_a_wrong_or_missing_key_is_401_except_for_health_and_metrics() -> None:
         running_proxy(api_key="right") as proxy,
         httpx.Client(base_url=proxy.url, timeout=PATIENCE) as http,
     ):
-        for given in ({}, {"authorization": "Bearer wrong"}, {"authorization": "right"}):
+        wrong = ("Bearer wrong", "right", "Basic right", "Bearer")
+        for given in ({}, *({"authorization": value} for value in wrong)):
             for response in (
                 http.post(CHAT, json={"messages": USER}, headers=given),
                 http.get("/v1/models", headers=given),
@@ -310,7 +311,8 @@ def test_a_wrong_or_missing_key_is_401_except_for_health_and_metrics() -> None:
             ):
                 check_error(response, 401, "invalid_request_error", None, "invalid_api_key")
                 assert response.headers["www-authenticate"] == "Bearer"
-        key = {"authorization": "Bearer right"}
-        assert http.post(CHAT, json={"messages": USER}, headers=key).status_code == 200
+        for scheme in ("Bearer", "bearer"):  # RFC 9110: its case does not matter
+            key = {"authorization": f"{scheme} right"}
+            assert http.post(CHAT, json={"messages": USER}, headers=key).status_code == 200
         for path in ("/health", "/health/live", "/health/ready", "/metrics"):
             assert http.get(path).status_code == 200
