@@ -11,6 +11,7 @@ Threads: Triton's (enters here), the pump and the plain sender.
 from __future__ import annotations
 
 import itertools
+import secrets
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -56,6 +57,8 @@ class Broker:
         self._metrics = metrics
         self._ledger = Ledger()
         self._numbers = itertools.count(1)
+        # The relay outlives this stub and remembers whom it has aborted.
+        self._life = secrets.token_hex(4)
         self._plain_sender = PlainSender(lambda stream: process.abort([stream.id]))
         self._pump = Pump(settings, self._ledger, process, metrics, self.status)
 
@@ -119,7 +122,7 @@ class Broker:
         """Takes a plain request, whose responses go to `responder`. Raises a TridentError."""
         outlet = PlainRequest(responder, self._plain_sender, streaming=streaming, relayed=relayed)
         with self._ledger.lock:
-            key = ("", f"plain-{next(self._numbers)}")
+            key = ("", f"plain-{self._life}-{next(self._numbers)}")
             request, outlet.stream = self._admit(key, ids, sampling, outlet, keep_ids=True)
             self._plain_sender.track(outlet)
             self._process.add([request])
