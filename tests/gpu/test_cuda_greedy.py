@@ -12,8 +12,7 @@ import pytest
 from tests.models.conftest import Reference
 from tridentlm.config import EngineSettings
 from tridentlm.core.request import Request
-from tridentlm.engine import Engine
-from tridentlm.runner import ModelRunner
+from tridentlm.engine import Engine, build_runner
 
 pytestmark = pytest.mark.gpu
 
@@ -26,11 +25,17 @@ def prompts() -> list[list[int]]:
     return [rng.integers(3, 384, n).tolist() for n in (1, 2, 15, 16, 17, 63, 64, 65, 100, 130)]
 
 
-def greedy(model: Reference, device: str, together: bool) -> list[list[int]]:
+def greedy(model: Reference, device: str, together: bool, tp: int = 1) -> list[list[int]]:
     settings = EngineSettings(
-        device=device, dtype="float32", page_size=16, num_pages=160, max_step_tokens=96
+        model=str(model.folder),
+        device=device,
+        dtype="float32",
+        tp=tp,
+        page_size=16,
+        num_pages=160,
+        max_step_tokens=96,
     )
-    runner = ModelRunner(settings, model.files)
+    runner, _ = build_runner(settings)
     engine = Engine.from_settings(runner, settings)
     answers: list[list[int]] = [[] for _ in prompts()]
     for index, prompt in enumerate(prompts()):
