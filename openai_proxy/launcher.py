@@ -22,7 +22,7 @@ from openai_proxy.launchplan import (
     DRAIN_SLACK,
     LaunchFailure,
     ServeOptions,
-    check_ports,
+    claim_ports,
     proxy_environ,
     reachable,
     triton_arguments,
@@ -73,11 +73,14 @@ class Launcher:
         return 0
 
     def _serve(self) -> None:
-        check_ports(self._options)
         server = locate()
         problem = numpy_problem(server) or stub_problem(server)
         if problem:
             raise LaunchFailure(f"{problem} (see `tridentlm doctor`)")
+        with claim_ports(self._options):
+            self._serve_with(server)
+
+    def _serve_with(self, server: TritonServer) -> None:
         began = time.monotonic()
         self._start_triton(server)
         self._start_proxy()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import socket
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
@@ -57,8 +58,11 @@ def check_several(settings: Sequence[EngineSettings], names: Sequence[str]) -> N
             )
 
 
-def check_ports(options: ServeOptions) -> None:
-    """Raises LaunchFailure naming every port that is taken, given twice or none."""
+def claim_ports(options: ServeOptions) -> ExitStack:
+    """Keeps other launchers from the ports until it is closed: theirs are bound only after a load.
+
+    Raises LaunchFailure naming every port that is taken, given twice or none.
+    """
     wanted = [
         ("--port", options.proxy.host, options.proxy.port),
         ("--http-port", options.triton_host, options.http_port),
@@ -66,16 +70,29 @@ def check_ports(options: ServeOptions) -> None:
         ("--metrics-port", options.triton_host, options.metrics_port),
     ]
     problems = []
-    for number, (flag, host, port) in enumerate(wanted):
-        twin = next((other for other, _, taken in wanted[:number] if taken == port), None)
-        if port not in PORTS:
-            problems.append(f"{flag} must be in 1 to 65535, got {port}")
-        elif twin:
-            problems.append(f"{flag} and {twin} are both {port}")
-        elif not port_is_free(host, port):
-            problems.append(f"port {port} ({flag}) is in use")
-    if problems:
-        raise LaunchFailure("; ".join(problems) + ".")
+    with ExitStack() as claims:
+        for number, (flag, host, port) in enumerate(wanted):
+            twin = next((other for other, _, taken in wanted[:number] if taken == port), None)
+            if port not in PORTS:
+                problems.append(f"{flag} must be in 1 to 65535, got {port}")
+            elif twin:
+                problems.append(f"{flag} and {twin} are both {port}")
+            elif not port_is_free(host, port):
+                problems.append(f"port {port} ({flag}) is in use")
+            elif not _can_claim(claims.enter_context(socket.socket(socket.AF_UNIX)), host, port):
+                problems.append(f"port {port} ({flag}) is of another `tridentlm serve`")
+        if problems:
+            raise LaunchFailure("; ".join(problems) + ".")
+        return claims.pop_all()
+
+
+def _can_claim(claim: socket.socket, host: str, port: int) -> bool:
+    """Takes an abstract name, which has the scope of ports and goes with its process."""
+    try:
+        claim.bind(f"\0tridentlm serve {host}:{port}")
+    except OSError:
+        return False
+    return True
 
 
 def port_is_free(host: str, port: int) -> bool:

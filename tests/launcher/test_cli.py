@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import resource
 import socket
@@ -14,7 +15,7 @@ from typer.testing import CliRunner
 from openai_proxy.cli import app
 from openai_proxy.options import ALONE_HELP, CONNECTION_HELP, ENGINE_HELP, PROXY_HELP
 from openai_proxy.settings import ProxySettings
-from tests.waiting import PATIENCE
+from tests.waiting import PATIENCE, free_ports
 from tridentlm import __version__
 from tridentlm.config import EngineSettings
 
@@ -108,6 +109,17 @@ def test_serve_names_a_port_that_is_taken() -> None:
     assert done.returncode == 1
     assert f"port {port} (--grpc-port) is in use" in done.stderr
     assert "starting" not in done.stderr
+
+
+def test_serve_does_not_take_the_ports_of_another_that_still_loads() -> None:
+    names = ("--port", "--http-port", "--grpc-port", "--metrics-port")
+    ports = [str(port) for port in free_ports(4)]
+    given = itertools.chain.from_iterable(zip(names, ports, strict=True))
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(f"\0tridentlm serve 127.0.0.1:{ports[3]}")
+        done = tridentlm("serve", *given)
+    assert done.returncode == 1
+    assert f"port {ports[3]} (--metrics-port) is of another `tridentlm serve`" in done.stderr
 
 
 def test_serve_names_a_port_given_twice() -> None:
