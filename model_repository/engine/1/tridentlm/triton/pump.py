@@ -30,6 +30,8 @@ from tridentlm.triton.sessions import Session
 
 TICK_SECONDS = 0.1
 DRAIN_SLACK_SECONDS = 2.0
+PART_SECONDS = 0.005
+"""The pause between two parts, if no step ends it: who takes them needs as long as this thread."""
 
 
 class Pump:
@@ -86,7 +88,7 @@ class Pump:
         next_tick = 0.0
         told = False
         while not self._closing:
-            event = self._process.receive(0.0 if told else TICK_SECONDS)
+            event = self._process.receive(PART_SECONDS if told else TICK_SECONDS)
             if isinstance(event, Step):
                 self._take_step(event)
             elif event is not None:
