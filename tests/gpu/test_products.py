@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.gpu.conftest import make_model
-from tests.gpu.test_cuda_engine import SETTINGS, worst_error
+from tests.gpu.conftest import SETTINGS, make_model
+from tests.gpu.test_cuda_engine import worst_error
 from tests.models.conftest import Reference
 from tridentlm.backends.cublaslt import Scales
 from tridentlm.backends.tuned import TunedProducts
