@@ -11,6 +11,9 @@ from tests.models.conftest import Reference, reference
 from tridentlm.config import EngineSettings
 from tridentlm.runner import ModelRunner
 
+DENSE = [family for family in FAMILIES if family != "qwen3_moe"]
+"""Those that CUDA computes in float32, too."""
+
 PAGE, PAGES = 64, 64
 SETTINGS = EngineSettings(device="cuda", num_pages=PAGES, max_running=32, cuda_graph_max_batch=32)
 

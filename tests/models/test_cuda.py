@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.models.conftest import PAGE, PAGES, Reference
+from tests.factory import FAMILIES, make_tiny_model
+from tests.models.conftest import PAGE, PAGES, Reference, reference
 from tests.models.plans import Chunk, PlanMaker
 from tests.models.test_sampling import plan
 from tridentlm.backends.torch import TorchOps
@@ -21,8 +22,14 @@ pytestmark = pytest.mark.gpu
 SETTINGS = EngineSettings(device="cuda", dtype="float32", page_size=PAGE, num_pages=PAGES)
 
 
-def test_greedy_tokens_on_cuda_equal_transformers_on_a_cpu(tiny: Reference) -> None:
-    runner = ModelRunner(SETTINGS, tiny.files)
+@pytest.fixture(scope="module", params=[f for f in FAMILIES if f != "qwen3_moe"])
+def dense(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    """Experts are computed in bfloat16 alone there."""
+    return reference(make_tiny_model(request.param, tmp_path_factory.mktemp(request.param)))
+
+
+def test_greedy_tokens_on_cuda_equal_transformers_on_a_cpu(dense: Reference) -> None:
+    runner = ModelRunner(SETTINGS, dense.files)
     plans = PlanMaker(PAGES, PAGE)
     prompts = [list(range(20, 20 + n)) for n in (1, 4, 5, 9, 60)]
     pending = [runner.launch(plans.step([Chunk(i, p[:1]) for i, p in enumerate(prompts[:1])]))]
@@ -36,7 +43,7 @@ def test_greedy_tokens_on_cuda_equal_transformers_on_a_cpu(tiny: Reference) -> N
     tokens = [step.collect().tolist() for step in pending]
     answers = [[row[0] for row in tokens]]
     answers += [[row[i] for row in tokens[2:]] for i in range(1, 5)]
-    assert answers == [tiny.greedy(p, len(a)) for p, a in zip(prompts, answers, strict=True)]
+    assert answers == [dense.greedy(p, len(a)) for p, a in zip(prompts, answers, strict=True)]
 
 
 def test_the_pool_fills_the_free_memory_in_bfloat16_by_default(tiny: Reference) -> None:
