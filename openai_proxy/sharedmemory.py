@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import signal
 from pathlib import Path
 
 SHM = Path("/dev/shm")
@@ -38,6 +39,8 @@ def _may_be_open(path: Path) -> bool:
     except OSError:
         return True
     try:
+        # Who opens the file now would have SIGIO sent to us, which ends a process; SIGURG does not.
+        fcntl.fcntl(handle, fcntl.F_SETSIG, signal.SIGURG)
         fcntl.fcntl(handle, fcntl.F_SETLEASE, fcntl.F_WRLCK)
         fcntl.fcntl(handle, fcntl.F_SETLEASE, fcntl.F_UNLCK)
     except OSError:

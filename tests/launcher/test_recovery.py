@@ -1,6 +1,10 @@
 from __future__ import annotations
 
+import fcntl
 import os
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -9,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from openai_proxy import sharedmemory
 from openai_proxy.processes import Family
 from openai_proxy.recovery import Recovery, read_stub
 from openai_proxy.sharedmemory import abandoned, remove_abandoned
@@ -142,6 +147,36 @@ def test_shared_memory_of_killed_stubs_is_removed(server: Server, by: str) -> No
     else:
         remove_abandoned()
     assert not any(region.exists() for region in regions)
+
+
+@pytest.fixture
+def shm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder of the same file system in place of all regions."""
+    with tempfile.TemporaryDirectory(dir=sharedmemory.SHM) as folder:
+        monkeypatch.setattr(sharedmemory, "SHM", Path(folder))
+        yield Path(folder)
+
+
+def test_whoever_opens_a_region_while_it_is_looked_at_ends_nobody(
+    shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    region = shm / sharedmemory.REGIONS.replace("*", "x")
+    region.touch()
+    opened: list[int] = []
+
+    def leased(handle: int, command: int, argument: int = 0) -> int:
+        result = fcntl_fcntl(handle, command, argument)
+        if argument == fcntl.F_WRLCK:
+            opens = f"import os; os.open({str(region)!r}, os.O_RDONLY | os.O_NONBLOCK)"
+            other = subprocess.run([sys.executable, "-c", opens], capture_output=True)
+            assert b"BlockingIOError" in other.stderr
+            opened.append(handle)
+        return result
+
+    fcntl_fcntl = fcntl.fcntl
+    monkeypatch.setattr(fcntl, "fcntl", leased)
+    assert abandoned() == [region]
+    assert opened
 
 
 def test_a_process_that_is_no_stub_is_none() -> None:
