@@ -58,7 +58,8 @@ async def _chat(
     console = Console(highlight=False, soft_wrap=True)
     _interrupt_cancels(asyncio.current_task())
     try:
-        with console.status(f"Connecting to {session.target} ..."):
+        waiting = f"Connecting to {session.target}, for {timeout:.0f} s at most; Ctrl-C leaves ..."
+        with console.status(waiting):
             await session.start(timeout)
         model = (session.status or {}).get("model", "")
         console.print(f"Model {model} at {session.target}. /help shows the commands.", style="dim")
