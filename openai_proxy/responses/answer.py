@@ -77,11 +77,12 @@ class ResponseChoice:
             text, begin = delta.text, self._length
             self._length += len(text)
             entries = extras_of([delta], "logprobs")
+            if not entries:
+                yield Delta(text, 0)
+                continue
             cuts = [0, *(max(entry[0] - begin, 0) for entry in entries[1:]), len(text)]
             for entry, (start, end) in zip(entries, itertools.pairwise(cuts), strict=True):
                 yield Delta(text[start:end], 1, {"logprobs": [entry]})
-            if not entries:
-                yield Delta(text, 0)
 
 
 def _item_status(stream: Stream) -> str:

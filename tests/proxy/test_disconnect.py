@@ -63,9 +63,7 @@ def test_gone_while_it_sends_its_body(proxy: Proxy) -> None:
 def test_a_finished_request_is_not_aborted(proxy: Proxy) -> None:
     for stream in (False, True):
         connection = open_request(proxy, "/v1/completions", prompt="x", stream=stream)
-        data = b""
-        while b"stop" not in data:
-            data += connection.recv(65536)
+        read_until(connection, b"stop")
         connection.close()
     time.sleep(0.1)
     assert proxy.session.aborted == []
@@ -95,10 +93,9 @@ def test_a_shutdown_waits_for_running_streams() -> None:
     with running_proxy() as proxy:
         proxy.session.reply = lambda s: Reply(steps=[Delta("a", 1), 0.5, Delta("b", 1), ended()])
         connection = open_request(proxy, "/v1/completions", prompt="x", stream=True)
-        eventually(lambda: proxy.session.attended)
-        time.sleep(0.1)
+        data = read_until(connection, b'"text":"a"')
         proxy.server.should_exit = True
-        data = read_to_end(connection)
+        data += read_to_end(connection)
     assert b'"text":"b"' in data
     assert b"data: [DONE]\n\n" in data
     assert proxy.session.aborted == []
@@ -110,13 +107,22 @@ def test_a_shutdown_that_lasts_too_long_ends_streams_with_an_error(stream: bool)
         proxy.session.reply = lambda s: Reply(steps=[Delta("a", 1), FOREVER])
         connection = open_request(proxy, "/v1/completions", prompt="x", stream=stream)
         eventually(lambda: proxy.session.attended)
-        time.sleep(0.1)
+        data = read_until(connection, b'"text":"a"') if stream else b""
         proxy.server.should_exit = True
-        data = read_to_end(connection)
+        data += read_to_end(connection)
     assert b'"code":"engine_down"' in data
     assert data.startswith(b"HTTP/1.1 200" if stream else b"HTTP/1.1 503")
     assert (b"data: [DONE]\n\n" in data) == stream
     assert len(proxy.session.aborted) == 1
+
+
+def read_until(connection: socket.socket, wanted: bytes) -> bytes:
+    data = b""
+    while wanted not in data:
+        part = connection.recv(65536)
+        assert part, "the connection ended"
+        data += part
+    return data
 
 
 def read_to_end(connection: socket.socket) -> bytes:

@@ -13,7 +13,7 @@ from openai.types.responses import Response, ResponseOutputText, ResponseStreamE
 from pydantic import TypeAdapter
 
 from tests.proxy.fakes import MODEL, FakeSession, FakeText, Reply, ended
-from tests.proxy.test_logprobs import STEPS, entry
+from tests.proxy.test_logprobs import HELLO, STEPS, entry, told
 from tests.proxy.test_responses import CALL, RESPONSES, TOOL
 from tridentlm_client import Delta
 
@@ -71,6 +71,17 @@ def test_each_delta_has_those_of_its_own_text(http: httpx.Client, session: FakeS
     deltas = [e for e in events_of(http, **ASK) if e["type"] == "response.output_text.delta"]
     told = [(e["delta"], [token["token"] for token in e["logprobs"]]) for e in deltas]
     assert told == [("Hello", ["Hello"]), ("€", ["�", "�"]), ("", ["<end>"])]
+
+
+def test_text_may_come_before_its_entry(http: httpx.Client, session: FakeSession) -> None:
+    """As it does where the rest of a token's text is held back for a stop string."""
+    steps = [told("Hel"), told("lo", HELLO), ended()]
+    session.reply = lambda submission: Reply(steps=steps)
+    part = part_of(http.post(RESPONSES, json={"input": "Hi", **ASK}).json())
+    assert part["text"] == "Hello"
+    assert [token["token"] for token in part["logprobs"]] == ["Hello"]
+    events = events_of(http, **ASK)
+    assert told_in(events) == part["logprobs"]
 
 
 def test_the_streaming_helper_has_them_in_the_final_response(
