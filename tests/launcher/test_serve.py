@@ -53,7 +53,7 @@ def assert_nothing_is_left(service: Service, within: float = 10.0) -> None:
 
 def test_it_says_how_to_use_it_answers_and_ends_on_sigterm_without_a_timeout() -> None:
     with serving() as service:
-        assert f"curl {service.url}{CHAT}" in service.output
+        service.wait_for(f"curl {service.url}{CHAT}", PATIENCE)
         answer = chat(service.url, tokens=7)
         assert answer.status_code == 200
         assert answer.json()["usage"]["completion_tokens"] == 7
@@ -65,11 +65,11 @@ def test_it_says_how_to_use_it_answers_and_ends_on_sigterm_without_a_timeout() -
 
 
 def test_sigterm_lets_a_running_answer_finish_and_takes_no_new_request() -> None:
-    with serving("--step-ms=30") as service:
+    with serving("--step-ms=30", "--drain-seconds=60") as service:
         lines: list[str] = []
         body = {
             "messages": [{"role": "user", "content": "Hello"}],
-            "max_tokens": 150,
+            "max_tokens": 300,  # nine seconds
             "stream": True,
             "ignore_eos": True,
             "stream_options": {"include_usage": True},
@@ -89,7 +89,7 @@ def test_sigterm_lets_a_running_answer_finish_and_takes_no_new_request() -> None
         reader.join(PATIENCE)
         assert lines[-1] == "data: [DONE]"
         usage = json.loads(lines[-2].removeprefix("data: "))["usage"]
-        assert usage["completion_tokens"] == 150
+        assert usage["completion_tokens"] == 300
         assert service.wait() == 0
         assert_nothing_is_left(service)
 

@@ -8,8 +8,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -57,15 +58,23 @@ def under_load(
     service: Service, blow: Callable[[], object], max_tokens: int = 8000
 ) -> tuple[list[str], float]:
     """Runs STREAMS streams, strikes, and returns how they ended and seconds to the last end."""
-    started = threading.Semaphore(0)
     with ThreadPoolExecutor(STREAMS) as pool:
-        runs = [pool.submit(stream_until_end, service, max_tokens, started) for _ in range(STREAMS)]
-        for _ in runs:
-            assert started.acquire(timeout=PATIENCE)
+        runs = start_streams(pool, service, STREAMS, max_tokens)
         struck = time.monotonic()
         blow()
         ends = [run.result(timeout=PATIENCE) for run in runs]
     return [how for how, _ in ends], max(when for _, when in ends) - struck
+
+
+def start_streams(
+    pool: ThreadPoolExecutor, service: Service, count: int, max_tokens: int
+) -> list[Future[tuple[str, float]]]:
+    """Returns once each of them has had its first event."""
+    started = threading.Semaphore(0)
+    runs = [pool.submit(stream_until_end, service, max_tokens, started) for _ in range(count)]
+    for _ in runs:
+        assert started.acquire(timeout=PATIENCE)
+    return runs
 
 
 def test_a_killed_engine_process_ends_every_stream_with_an_error_and_comes_back(
@@ -115,18 +124,34 @@ def test_a_killed_tritonserver_ends_the_service_with_the_reason(fresh: Service) 
 
 def test_a_killed_proxy_worker_is_replaced_and_the_others_streams_run_on(tmp_path: Path) -> None:
     with Service(tmp_path, "--runner", "simulated", "--workers", "2") as service:
-        workers = proxy_workers(service)
-        assert len(workers) == 2
-        ends, _ = under_load(service, lambda: service.kill(busiest(workers)), max_tokens=1200)
-        assert set(ends) == {"done", "broken"}
+        lost, other = proxy_workers(service)
+        supervisor = lost.parent()
+        assert supervisor is not None
+        # They share a socket, so each gets the streams that start while the other cannot take any.
+        # Their supervisor, which would kill one that does not answer it, sees nothing of that.
+        with ThreadPoolExecutor(STREAMS) as pool:
+            with stopped(supervisor):
+                with stopped(other):
+                    broken = start_streams(pool, service, STREAMS // 2, 8000)
+                with stopped(lost):
+                    done = start_streams(pool, service, STREAMS // 2, 800)
+                service.kill(lost)
+            assert {run.result(PATIENCE)[0] for run in broken} == {"broken"}
+            assert {run.result(PATIENCE)[0] for run in done} == {"done"}
         wait_until(lambda: len(proxy_workers(service)) == 2, PATIENCE, "the worker again")
         wait_until(service.idle, 15, "the dead worker's requests aborted")
         assert all(service.chat().status_code == 200 for _ in range(20))
 
 
-def busiest(workers: list[psutil.Process]) -> psutil.Process:
-    """The one with most connections; which of them gets one is the system's choice."""
-    return max(workers, key=lambda worker: worker.num_fds())
+@contextmanager
+def stopped(process: psutil.Process) -> Iterator[None]:
+    """It does nothing within."""
+    process.suspend()
+    try:
+        wait_until(lambda: process.status() == psutil.STATUS_STOPPED, PATIENCE, "it stops")
+        yield
+    finally:
+        process.resume()
 
 
 def proxy_workers(service: Service) -> list[psutil.Process]:
