@@ -59,7 +59,7 @@ def test_kill_finds_those_whose_parent_was_killed_before() -> None:
 def test_its_output_is_handed_on_line_by_line_and_kept() -> None:
     with family("print('one'); print('two')") as (child, lines):
         assert child.wait(PATIENCE)
-        assert child.tail() == ["one", "two"]
+        wait_until(lambda: child.tail() == ["one", "two"], PATIENCE, "all of it")
         assert lines == ["one", "two"]
         assert child.exit_code() == 0
 

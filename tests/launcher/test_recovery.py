@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -105,12 +104,14 @@ def test_two_stubs_killed_at_once_both_come_back(server: Server) -> None:
 def test_a_model_unloaded_on_purpose_stays_unloaded(server: Server) -> None:
     server.look()
     server.admin.unload("first")
-    wait_until(lambda: "first" not in server.stubs(), PATIENCE, "unloaded")
-    for _ in range(3):
+
+    def unloaded() -> bool:
         server.look()
-        time.sleep(0.2)
+        return "first" not in server.stubs() and server.admin.states()["first"] == "UNAVAILABLE"
+
+    wait_until(unloaded, PATIENCE, "unloaded")
+    server.look()
     assert server.said == []
-    assert server.admin.states()["first"] == "UNAVAILABLE"
 
 
 @pytest.mark.server

@@ -76,7 +76,7 @@ class Owner:
 
 @pytest.fixture
 def owner(llama: Path) -> Iterator[Owner]:
-    owner = Owner(settings_of(llama, 2))
+    owner = Owner(settings_of(llama, 2, num_pages=1200))
     owner.engine.start()
     yield owner
     owner.engine.close()
@@ -88,7 +88,7 @@ def test_killed_rank_ends_every_request_with_an_error_and_the_engine_comes_back(
     owner.engine.add([request(0)])
     owner.receive_until_ended(0)
     leader, (follower,) = owner.leader, ranks_of(owner.leader)
-    owner.engine.add([request(i, max_tokens=800) for i in (1, 2)])
+    owner.engine.add([request(i, max_tokens=2000) for i in (1, 2)])
     while len(owner.tokens.get(2, [])) < 5:
         owner.receive()
     follower.kill()

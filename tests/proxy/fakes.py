@@ -23,6 +23,7 @@ from tridentlm_client import Delta, End, Stream, Submission
 
 MODEL = "org/tiny-model"
 FOREVER = 3600.0
+Step = Delta | End | float | Callable[[], object]
 TURNS = 200
 """Of the event loop, from the admission of a request to its first output at the latest."""
 
@@ -37,11 +38,12 @@ def ended(
 @dataclass
 class Reply:
     """What the engine does with one submission: refuse it, or admit it and play `steps` (a number
-    is a pause in seconds). `admission` seconds pass before its outcome is known."""
+    is a pause in seconds, a condition a pause until it holds). `admission` seconds pass before its
+    outcome is known."""
 
     refusal: TridentError | None = None
     admission: float = 0.0
-    steps: Sequence[Delta | End | float] = field(
+    steps: Sequence[Step] = field(
         default_factory=lambda: [Delta("Hello", 1), Delta(" world", 1), ended()]
     )
 
@@ -142,7 +144,7 @@ def _is_read(stream: Stream) -> bool:
     return stream.on_news is not None or stream._waiter is not None
 
 
-async def _play(stream: Stream, steps: Sequence[Delta | End | float]) -> None:
+async def _play(stream: Stream, steps: Sequence[Step]) -> None:
     turns = itertools.count()  # of the loop, not seconds: a busy machine must not merge deltas
     while not _is_read(stream) and next(turns) < TURNS:
         await asyncio.sleep(0)
@@ -153,6 +155,9 @@ async def _play(stream: Stream, steps: Sequence[Delta | End | float]) -> None:
         elif isinstance(step, Delta):
             stream._pending.append(step)
             stream.notify()
+        elif callable(step):
+            while not step():
+                await asyncio.sleep(0.005)
         else:
             await asyncio.sleep(step)
         if stream.end is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from typing import Any
 
 import httpx
@@ -198,11 +199,13 @@ def test_the_length_makes_it_incomplete(client: openai.OpenAI, session: FakeSess
 def test_a_background_response_is_asked_for_later(
     client: openai.OpenAI, session: FakeSession
 ) -> None:
-    session.reply = lambda s: Reply(steps=[0.1, Delta("Done", 1), ended()])
+    may_go = threading.Event()
+    session.reply = lambda s: Reply(steps=[may_go.is_set, Delta("Done", 1), ended()])
     made = client.responses.create(model=MODEL, input="Hi", background=True)
     assert made.status == "in_progress"
     with pytest.raises(openai.BadRequestError):
         client.responses.create(model=MODEL, input="Hi", previous_response_id=made.id)
+    may_go.set()
     eventually(lambda: client.responses.retrieve(made.id).status == "completed")
     assert client.responses.retrieve(made.id).output_text == "Done"
     assert client.responses.cancel(made.id).status == "completed"

@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
@@ -94,7 +93,6 @@ def test_workers_end_when_their_supervisor_is_killed() -> None:
     with process(workers=2) as (child, _):
         eventually(lambda: len(workers_of(child)) == 2)
         workers = workers_of(child)
-        time.sleep(0.5)
         child.kill()
         wait_until_gone(workers)
 

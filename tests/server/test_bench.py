@@ -25,7 +25,7 @@ def test_bench_counts_every_token_and_reports_rates(simulated: Service) -> None:
     results = [json.loads(line) for line in done.stdout.splitlines()]
     assert [result["tokens"] for result in results] == [320, 320]
     for result in results:
-        assert 0 < result["tok_s"] <= 8 * 200
+        assert 0 < result["tok_s"] <= 8 * 40 / (39 * 0.005)  # an idle engine's first step is free
         assert result["gap_p99_ms"] >= 3  # of a busy client most gaps may be shorter
         assert result["failures"] == []
 

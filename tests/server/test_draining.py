@@ -20,7 +20,7 @@ from tridentlm_client import Session, Submission
 from tridentlm_client.wire import infer_request, is_final
 
 pytestmark = pytest.mark.server
-TOKENS = 1000  # five seconds
+TOKENS = 2000  # ten seconds
 
 
 def test_sigterm_lets_running_streams_finish_and_exits_with_0(fresh: Service) -> None:

@@ -75,7 +75,7 @@ def test_stream_false_gives_exactly_one_response_with_the_same_text(simulated: S
     def run(streaming: bool) -> list[Any]:
         inputs = [
             tensor("text_input", ["Hello"], "BYTES"),
-            tensor("max_tokens", [50], "INT32"),
+            tensor("max_tokens", [200], "INT32"),
             tensor("seed", [7], "INT64"),
             tensor("stream", [streaming], "BOOL"),
         ]

@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from tests.factory import make_tiny_model
+from tests.parallel.test_death import ranks_of
 from tests.server.service import Service
 from tests.waiting import PATIENCE, free_ports, wait_until, wait_until_gone
 
@@ -26,7 +27,7 @@ def test_a_killed_rank_is_an_error_to_its_requests_and_the_service_comes_back(
     with service:
         text = service.chat(temperature=0).json()["choices"][0]["message"]["content"]
         engine = service.engine_process()
-        (follower,) = engine.children()
+        (follower,) = ranks_of(engine)
         body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1500, "stream": True}
         body |= {"ignore_eos": True}
         with httpx.stream(
@@ -41,7 +42,7 @@ def test_a_killed_rank_is_an_error_to_its_requests_and_the_service_comes_back(
         wait_until(lambda: not service.ready(), PATIENCE, "not ready")
         wait_until(service.ready, 2 * PATIENCE, "ready again")
         assert service.chat(temperature=0).json()["choices"][0]["message"]["content"] == text
-        ranks = [service.engine_process(), *service.engine_process().children()]
+        ranks = [service.engine_process(), *ranks_of(service.engine_process())]
         assert len(ranks) == 2
         assert engine not in ranks
     wait_until_gone(ranks)
