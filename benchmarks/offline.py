@@ -36,7 +36,6 @@ from tridentlm.models.config import ModelConfig
 LARGEST_ID = 10_000
 PREFILL_STEPS, DECODE_STEPS = 8, 32
 """Of those that are profiled."""
-TOKENS_IN, TOKENS_OUT = 142_827, 133_966
 BYTES_PER_SECOND, FLOPS = 4.3e12, 790e12
 """One H200: a device-to-device copy, counting both ways, and an 8192^3 bf16 product, measured."""
 
@@ -55,6 +54,10 @@ class Job:
             [rng.randint(0, LARGEST_ID) for _ in range(rng.randint(*span))] for _ in range(requests)
         ]
         return cls(prompts, [rng.randint(*span) for _ in range(requests)])
+
+    @property
+    def tokens_in(self) -> int:
+        return sum(map(len, self.prompts))
 
     @property
     def tokens_out(self) -> int:
@@ -226,13 +229,14 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--name", default="", help="of the result's file; default: by the model")
     parser.add_argument("--profile", type=Path, help="a folder: profiles more steps into it")
+    parser.add_argument("--requests", type=int, default=256, help="another number of them")
+    parser.add_argument("--longest", type=int, default=1024, help="prompt and answer, in tokens")
     arguments = parser.parse_args()
     settings = engine_settings(parser, arguments)
     started = time.perf_counter()
     runner, model = build_runner(settings)
     load_seconds = time.perf_counter() - started
-    clock, job = Clock(runner), Job.make()
-    assert (sum(map(len, job.prompts)), job.tokens_out) == (TOKENS_IN, TOKENS_OUT)
+    clock, job = Clock(runner), Job.make(arguments.requests, longest=arguments.longest)
     engine = Engine.from_settings(clock, settings)
     runs = []
     for index in range(arguments.runs):
@@ -240,6 +244,7 @@ def main() -> None:
         print(json.dumps(runs[-1]), flush=True)
     config = ModelConfig.from_folder(resolve_model(settings).path)
     floor = floor_seconds(config, job, 1 if settings.kv_dtype == "fp8" else 2) / settings.tp
+    floor_tok_s = job.tokens_out / floor
     median = statistics.median(run["tok_s"] for run in runs)
     result = {
         "benchmark": "offline",
@@ -250,8 +255,9 @@ def main() -> None:
         "gpu": gpu_name(runner.device),
         "tp": settings.tp,
         "tok_s": median,
-        "floor_tok_s": round(TOKENS_OUT / floor),
-        "share_of_floor": round(median * floor / TOKENS_OUT, 3),
+        "requests": arguments.requests,
+        "floor_tok_s": round(floor_tok_s),
+        "share_of_floor": round(median / floor_tok_s, 3),
         "startup_seconds": {"total": round(load_seconds, 1)}
         | {k: round(v, 1) for k, v in getattr(runner, "startup_seconds", {}).items()},
         "settings": arguments.settings,

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.offline import BYTES_PER_SECOND, FLOPS, TOKENS_IN, Job, gpu_name
+from benchmarks.offline import BYTES_PER_SECOND, FLOPS, Job, gpu_name
 from benchmarks.record import write
 from benchmarks.ways import PREFILL_ROWS, Call, Fp8, Plain
 from tridentlm.models.config import ModelConfig
@@ -121,11 +121,12 @@ def measure(
 
 def job_seconds(shape: Shape, times: list[float], rows: list[int]) -> float:
     """What the product takes in the job, between the measured rows by interpolation."""
-    lengths = np.array(Job.make().lengths)
+    job = Job.make()
+    lengths = np.array(job.lengths)
     live = [int((lengths > step).sum()) for step in range(1, int(lengths.max()))]
     total = float(np.interp(live, rows, times).sum())
     if PREFILL_ROWS in rows and shape.of_prompts:
-        total += TOKENS_IN / PREFILL_ROWS * times[rows.index(PREFILL_ROWS)]
+        total += job.tokens_in / PREFILL_ROWS * times[rows.index(PREFILL_ROWS)]
     return shape.times * total
 
 

@@ -42,3 +42,8 @@ def test_few_experts_of_many_make_a_lower_floor() -> None:
     # All 30 billion weights are read by a full batch: slower than 8 billion, but not 3.7 times.
     ratio = floor_seconds(sparse, job, 2) / floor_seconds(dense, job, 2)
     assert 1 < ratio < 2
+
+
+def test_the_job_is_the_one_that_others_were_measured_on() -> None:
+    job = Job.make()
+    assert (len(job.prompts), job.tokens_in, job.tokens_out) == (256, 142_827, 133_966)
