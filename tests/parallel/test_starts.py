@@ -13,6 +13,7 @@ from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
+import orjson
 import psutil
 import pytest
 
@@ -101,6 +102,41 @@ def test_ranks_that_do_not_join_fail_the_start_and_the_next_one_works(llama: Pat
     again, _ = build_runner(settings_of(llama, 2))
     run_to_the_end(Engine(again))
     again.close()
+
+
+HALF = """
+import sys
+import orjson
+from tridentlm.config import EngineSettings
+from tridentlm.errors import InternalError
+from tridentlm.hub import resolve_model
+from tridentlm.parallel.followers import ARRIVE, Followers
+from tridentlm.parallel.leader import ParallelRunner
+
+class Half(Followers):
+    def wait_for(self, stage, seconds):
+        super().wait_for(stage, seconds)
+        if stage == ARRIVE:
+            self._processes[0].kill()
+            self._processes[0].wait()
+            with (self.folder / "store").open("ab") as file:
+                file.write(bytes([9, 0, 0, 0]))  # the length of what does not come
+
+settings = EngineSettings(**orjson.loads(sys.argv[1]))
+try:
+    ParallelRunner(settings, resolve_model(settings), Half(1))
+except InternalError as error:
+    print(error.message)
+"""
+
+
+def test_a_rank_that_dies_in_the_middle_of_a_word_to_the_others_fails_the_start(
+    llama: Path,
+) -> None:
+    """In a process of its own, one thread of which goes on waiting for the rest."""
+    command = [sys.executable, "-c", HALF, orjson.dumps(settings_of(llama, 2)).decode()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
+    assert done.stdout == "Rank 1 of 2 ended with code -9.\n", done.stderr
 
 
 def test_a_rank_that_hangs_while_it_loads_fails_the_start_within_the_bound(

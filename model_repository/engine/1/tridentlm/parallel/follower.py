@@ -33,6 +33,7 @@ def follow(leader: Connection, folder: Path) -> None:
     """Loads what the leader says, then computes plans until it says None."""
     job: Job = leader.recv()
     timeout = job.settings.rank_timeout
+    store = open_store(folder, timeout)
     leader.send(None)
 
     def wait_until_loaded() -> None:
@@ -43,7 +44,7 @@ def follow(leader: Connection, folder: Path) -> None:
             )
         leader.recv()
 
-    shard, store = Shard(job.rank, job.settings.tp), open_store(folder, timeout)
+    shard = Shard(job.rank, job.settings.tp)
     group = DistributedGroup(shard, store, job.device, timeout, wait_until_loaded)
     runner = ModelRunner(job.settings, job.files, group)
     settle()

@@ -122,6 +122,10 @@ def open_store(folder: Path, timeout: float) -> Any:
 
     A file, for want of names: torch's store over TCP asks the resolver for the name behind each
     address, which takes 5 s or more a question where no name server answers.
+
+    Opening it waits without end, and holds Python's lock meanwhile, for the rest of what a rank has
+    begun to write and died or was stopped over. So the leader opens it before any other may, and
+    every rank before it says that it has arrived; what comes later lets Python's lock go.
     """
     store = FileStore(str(folder / "store"))
     store.set_timeout(timedelta(seconds=timeout))

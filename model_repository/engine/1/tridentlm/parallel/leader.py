@@ -17,6 +17,7 @@ import queue
 import threading
 import time
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -88,12 +89,13 @@ class ParallelRunner:
         if device == "cpu" and not settings.threads:
             threads = max(1, torch.get_num_threads() // settings.tp)
             settings = replace(settings, threads=threads)
+        store = open_store(self._followers.folder, timeout)
         self._followers.assign(Job(0, settings, files, device))
         self._followers.wait_for(ARRIVE, timeout)
-        self._group = self._join(device, timeout)
+        self._group = self._join(store, device, timeout)
         return ModelRunner(settings, files, self._group)
 
-    def _join(self, device: str, timeout: float) -> DistributedGroup:
+    def _join(self, store: Any, device: str, timeout: float) -> DistributedGroup:
         """In a thread, because NCCL waits without end for a rank that does not come."""
 
         def wait_until_loaded() -> None:
@@ -103,7 +105,6 @@ class ParallelRunner:
         def join() -> None:
             try:
                 shard = Shard(0, self._followers.ranks)
-                store = open_store(self._followers.folder, timeout)
                 outcome.put(DistributedGroup(shard, store, device, timeout, wait_until_loaded))
             except Exception as error:
                 outcome.put(error)
