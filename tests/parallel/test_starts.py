@@ -58,22 +58,31 @@ def late(llama: Path) -> EngineSettings:
 
 
 class Patient(Followers):
-    """Waits as long as it takes for ranks to arrive, and sends rank 1 a signal then."""
-
-    number: signal.Signals | None = None
+    """Waits as long as it takes for ranks to arrive."""
 
     def wait_for(self, stage: str, seconds: float) -> None:
         super().wait_for(stage, SECONDS if stage == ARRIVE else seconds)
-        if stage == ARRIVE and self.number is not None:
-            send(self, self.number)
-
-
-class Frozen(Patient):
-    number = signal.SIGSTOP
 
 
 class Killed(Patient):
-    number = signal.SIGKILL
+    """Rank 1 is killed when it has arrived."""
+
+    def wait_for(self, stage: str, seconds: float) -> None:
+        super().wait_for(stage, seconds)
+        if stage == ARRIVE:
+            send(self, signal.SIGKILL)
+
+
+class Frozen(Followers):
+    """Rank 1 is stopped before it hears what to do, and taken to have arrived."""
+
+    def assign(self, job: Job) -> None:
+        send(self, signal.SIGSTOP)
+        super().assign(job)
+
+    def wait_for(self, stage: str, seconds: float) -> None:
+        if stage != ARRIVE:
+            super().wait_for(stage, seconds)
 
 
 def start(settings: EngineSettings, followers: Followers) -> leader.ParallelRunner:
