@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,9 +13,6 @@ from tridentlm.backends.base import Rounded
 from tridentlm.models.fp8 import quantize_rows, round_rows, scaled_product
 
 PREFILL_ROWS = 8192
-
-# Names of cublas_api.h and library_types.h.
-AS_IS, TRANSPOSED, BFLOAT16, COMPUTE_IN_FLOAT32, AUTOTUNE = 0, 1, 14, 68, 999
 
 Call = Callable[[], torch.Tensor]
 
@@ -53,11 +50,7 @@ class Plain:
         yield "exact sums", [partial(F.linear, x, weight) for weight in self._weights]
         sums.allow_bf16_reduced_precision_reduction = True
         from tridentlm.backends.kernels import INPUT_BLOCK, vector_product
-        from tridentlm.backends.tuned import TunedProducts
 
-        yield "autotuned", [partial(autotuned, x, weight) for weight in self._weights]
-        tuned = TunedProducts([rows])
-        yield "timed", [partial(tuned.product, x, weight) for weight in self._weights]
         if rows == 1 and inputs % INPUT_BLOCK == 0:
             yield "vector", [partial(vector_product, x, weight) for weight in self._weights]
 
@@ -86,41 +79,16 @@ class Fp8:
         if self._device.type == "cpu":
             return
         yield "exact sums", self._calls(exact_sums, x)
-        from tridentlm.backends.cublaslt import Scales
         from tridentlm.backends.fp8_kernels import INPUT_BLOCK, scaled_vector_product
-        from tridentlm.backends.tuned import TunedProducts
+        from tridentlm.backends.fp8_product import few_rows_product
 
-        tuned = TunedProducts([rows])
-        yield (
-            "timed",
-            [partial(tuned.product, x.values, w, Scales(x.scales, s)) for w, s in self._weights],
-        )
+        if few_rows_product(x, *self._weights[0], torch.bfloat16) is not None:
+            yield "ours", self._calls(few_rows_product, x)
         if rows == 1 and inputs % INPUT_BLOCK == 0:
             yield "vector", self._calls(scaled_vector_product, x)
 
-    def _calls(self, way: Callable[..., torch.Tensor], x: Rounded) -> list[Call]:
+    def _calls(self, way: Callable[..., Any], x: Rounded) -> list[Call]:
         return [partial(way, x, w, scale, torch.bfloat16) for w, scale in self._weights]
-
-
-def autotuned(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x @ weight.T in bfloat16 by cuBLAS 13.1's own trial of its algorithms (see cublas_api.h)."""
-    library = ctypes.CDLL("libcublas.so.13")
-    outputs, inputs = weight.shape
-    y = x.new_empty(len(x), outputs)
-    one, zero = ctypes.c_float(1), ctypes.c_float(0)
-    status = library.cublasGemmEx(
-        ctypes.c_void_p(torch.cuda.current_blas_handle()),
-        *(TRANSPOSED, AS_IS, outputs, len(x), inputs),
-        ctypes.byref(one),
-        *(ctypes.c_void_p(weight.data_ptr()), BFLOAT16, inputs),
-        *(ctypes.c_void_p(x.data_ptr()), BFLOAT16, inputs),
-        ctypes.byref(zero),
-        *(ctypes.c_void_p(y.data_ptr()), BFLOAT16, outputs),
-        *(COMPUTE_IN_FLOAT32, AUTOTUNE),
-    )
-    if status:
-        raise RuntimeError(f"cublasGemmEx failed with status {status}")
-    return y
 
 
 def exact_sums(

@@ -52,8 +52,6 @@ ENGINE_HELP = {
     "policy": "Who is admitted next: fcfs, priority or longest-prefix.",
     "steps_in_flight": "Steps launched before the oldest is collected; 0: 2 on CUDA, else 1.",
     "cuda_graph_max_batch": "Largest batch that runs as a CUDA Graph; 0: none does.",
-    "products": "library (its choice of algorithms for matrix products) or timed (the fastest that "
-    "it has, tried at the start for each size of the CUDA Graphs).",
     "threads": "CPU threads of the engine; 0: torch's choice.",
     "runner": "model, or simulated (no weights, fixed step time).",
     "step_ms": "Time of a step of the simulated runner, in ms.",

@@ -80,7 +80,7 @@ def test_steps_keep_an_ideal_cadence(steps_in_flight: int, monkeypatch: pytest.M
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("tp", 2), ("quantize", "fp8"), ("kv_dtype", "fp8"), ("products", "timed")],
+    [("tp", 2), ("quantize", "fp8"), ("kv_dtype", "fp8")],
 )
 def test_what_only_a_model_has_is_refused(name: str, value: Any) -> None:
     with pytest.raises(InvalidRequest, match=name) as caught:

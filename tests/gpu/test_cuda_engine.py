@@ -13,11 +13,9 @@ from tests.gpu.conftest import PAGE, PAGES, SETTINGS, make_model
 from tests.models.conftest import Reference
 from tests.models.plans import Chunk, PlanMaker
 from tests.models.test_sampling import plan as sampling_plan
-from tridentlm.backends.base import KVCache
 from tridentlm.core.plan import FROM_DEVICE, StepPlan
-from tridentlm.core.request import Limits, Request
+from tridentlm.core.request import Request
 from tridentlm.engine import Engine
-from tridentlm.models.config import ModelConfig
 from tridentlm.runner import ModelRunner
 from tridentlm.sampling import sample, uniforms
 
@@ -151,24 +149,6 @@ def test_a_graph_computes_what_its_kernels_compute_one_by_one(
         pending += [each.launch(plans.step(decodes)) for _ in range(40)]
         tokens.append([step.collect().tolist() for step in pending])
     assert tokens[0] == tokens[1]
-
-
-def test_a_decode_of_1024_rows_and_32_heads_finds_room_for_its_plan(tmp_path: Path) -> None:
-    from tridentlm.backends.flashinfer import FlashInferBackend, PlannedDecode
-
-    whole = ModelConfig.from_folder(make_model("llama", tmp_path).folder)
-    config = replace(whole, num_heads=32, num_kv_heads=8, num_layers=1)
-    limits = Limits(4096, 1024, PAGE, 1024, 1, 1024, whole.vocab_size)
-    cache = KVCache(config, 1025, PAGE, torch.bfloat16, torch.device("cuda"), heads_first=True)
-    backend = FlashInferBackend(cache, torch.bfloat16, limits)
-    indptr, last = np.arange(1025, dtype=np.int32), np.full(1024, PAGE, np.int32)
-    on_device = (torch.from_numpy(x).cuda() for x in (indptr, indptr[:1024], last))
-    decode = PlannedDecode(backend, *on_device)
-    decode.plan(indptr, last)
-    q = torch.randn(1024, 32, config.head_dim, device="cuda").bfloat16()
-    out = torch.full_like(q, torch.nan)
-    decode.run(q, 0, out)
-    assert (out == 0).all()  # what an empty cache holds
 
 
 @pytest.mark.parametrize("vocab", [2000, 151_936])

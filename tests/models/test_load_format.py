@@ -61,9 +61,7 @@ def test_dummy_weights_for_a_gguf_file_are_refused(bare: ModelFiles) -> None:
     assert caught.value.param == "load_format"
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [("backend", "flashinfer"), ("kv_dtype", "fp8"), ("products", "timed")]
-)
+@pytest.mark.parametrize(("name", "value"), [("backend", "flashinfer"), ("kv_dtype", "fp8")])
 def test_what_needs_a_cuda_device_is_refused_on_a_cpu(
     bare: ModelFiles, name: str, value: str
 ) -> None:

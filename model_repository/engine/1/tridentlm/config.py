@@ -29,7 +29,7 @@ _NOT_NEGATIVE = (
     "threads",
     "cuda_graph_max_batch",
 )
-_NOT_SIMULATED = {"tp": 1, "quantize": "none", "kv_dtype": "auto", "products": "library"}
+_NOT_SIMULATED = {"tp": 1, "quantize": "none", "kv_dtype": "auto"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,6 @@ class EngineSettings:
     policy: str = "fcfs"
     steps_in_flight: int = 0
     cuda_graph_max_batch: int = 256
-    products: str = "library"
     threads: int = 0
     runner: str = "model"
     step_ms: float = 5.0
@@ -84,7 +83,6 @@ class EngineSettings:
         _one_of("kv_dtype", self.kv_dtype, ("auto", "fp8"))
         _one_of("load_format", self.load_format, ("auto", "dummy"))
         _one_of("backend", self.backend, ("auto", "torch", "flashinfer"))
-        _one_of("products", self.products, ("library", "timed"))
         _one_of("page_size", self.page_size, (0, 1, 2, 4, 8, 16, 32, 64, 128))
         _one_of("steps_in_flight", self.steps_in_flight, (0, 1, 2))
         for name in _NOT_NEGATIVE:

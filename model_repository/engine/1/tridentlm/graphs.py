@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import bisect
 import logging
-from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,17 +22,16 @@ import numpy.typing as npt
 import torch
 
 from tridentlm.adjust import LogitAdjuster
+from tridentlm.backends.decode_attention import DecodeRows, tile_starts
 from tridentlm.backends.flashinfer import (
-    Decode,
     FlashInferBackend,
     FlashInferStep,
-    PlannedDecode,
     Prefill,
     XqaDecode,
     cut_tail,
 )
 from tridentlm.backends.kernels import choose_tokens
-from tridentlm.core.plan import StepPlan
+from tridentlm.core.plan import I32, StepPlan
 from tridentlm.core.request import Limits
 from tridentlm.eager import PendingTokens, output_rows
 from tridentlm.logprobs import measure
@@ -53,7 +52,6 @@ def batch_sizes(largest: int) -> list[int]:
 @dataclass(frozen=True, slots=True)
 class _Graph:
     graph: torch.cuda.CUDAGraph
-    decode: Decode
     logits: torch.Tensor  # [size, vocab]
     tokens: torch.Tensor  # [size]
 
@@ -85,8 +83,6 @@ class CudaExecutor:
         self._staging = Staging(words, self._device)
         self._prefill = Prefill(backend)
         self._graphs: dict[int, _Graph] = {}
-        # A planned decode's pinned memory must outlive its copy.
-        self._recent: deque[PlannedDecode] = deque(maxlen=4)
         self._pool: Any = None
 
     def capture(self) -> None:
@@ -129,15 +125,16 @@ class CudaExecutor:
         rows = plan.num_rows
         size = self._sizes[bisect.bisect_left(self._sizes, rows)]
         graph = self._graphs[size]
-        self._send_decodes(plan, size, graph.decode)
+        self._send_decodes(plan, size)
         graph.graph.replay()
         return graph.logits[:rows], graph.tokens[:rows]
 
-    def _send_decodes(self, plan: StepPlan, size: int, decode: Decode) -> None:
-        """Fills the staging buffer for the graph of `size`, and plans its attention."""
-        rows = plan.num_rows
+    def _send_decodes(self, plan: StepPlan, size: int) -> None:
+        """Fills the staging buffer for the graph of `size`."""
         spare = self._backend.spare_page
         context = padded(plan.context_lens, size, 1)
+        tables = np.full((size, plan.block_tables.shape[1]), spare, np.int32)
+        tables[: plan.num_rows] = plan.block_tables
         arrays: dict[str, npt.NDArray[Any]] = {
             "token_ids": padded(plan.token_ids, size, 0),
             "positions": padded(plan.positions, size, 0),
@@ -147,40 +144,33 @@ class CudaExecutor:
             "temperature": padded(plan.temperature, size, 0),
             "uniform": padded(uniforms(plan.seeds, plan.sample_positions), size, 0),
         }
-        if isinstance(decode, PlannedDecode):
-            indptr, pages = page_list(plan.block_tables, plan.context_lens, self._page_size)
-            padding = size - rows
-            indptr = np.append(indptr, indptr[-1] + np.arange(1, padding + 1, dtype=np.int32))
-            arrays["indptr"] = indptr
-            arrays["last_page_lens"] = last = (context - 1) % self._page_size + 1
-            arrays["pages"] = np.append(pages, np.full(padding, spare, np.int32))
-            self._staging.send(self._decode_layout, arrays)
-            decode.plan(indptr, last)
-        else:
-            tables = np.full((size, plan.block_tables.shape[1]), spare, np.int32)
-            tables[:rows] = plan.block_tables
-            arrays["pages"] = tables
-            self._staging.send(self._decode_layout, arrays)
+        self._staging.send(self._decode_layout, arrays | self._decode_arrays(tables, context))
+
+    def _decode_arrays(self, tables: I32, context_lens: I32) -> dict[str, I32]:
+        """What the attention of decode rows reads beside their contexts."""
+        if self._backend.uses_xqa:
+            return {"pages": tables}
+        starts, pages = page_list(tables, context_lens, self._page_size)
+        tiles = tile_starts(context_lens, self._backend.config.window)
+        return {"page_starts": starts, "pages": pages, "tile_starts": tiles}
+
+    def _decode(self, fields: Mapping[str, torch.Tensor], rows: int) -> XqaDecode | DecodeRows:
+        """How `rows` decodes attend whose `_decode_arrays` are in `fields`."""
+        pages, context_lens = fields["pages"], fields["context_lens"][:rows]
+        if self._backend.uses_xqa:
+            return XqaDecode(self._backend, pages[:rows], context_lens)
+        starts, tiles = fields["page_starts"], fields["tile_starts"]
+        return DecodeRows(starts, pages.flatten(), context_lens, tiles)
 
     def _capture(self, size: int) -> _Graph:
         layout = self._decode_layout
         fields = {name: self._staging.view(field) for name, field in layout.items()}
-        pages = fields["pages"]
-        decode: Decode
-        if self._backend.uses_xqa(size):
-            decode = XqaDecode(self._backend, pages[:size], fields["context_lens"][:size])
-        else:
-            decode = PlannedDecode(
-                self._backend,
-                fields["indptr"][: size + 1],
-                pages.flatten(),
-                fields["last_page_lens"][:size],
-            )
+        decode = self._decode(fields, size)
         rows = {name: x[:size] for name, x in fields.items()}
         step = FlashInferStep(
             self._backend, rows["positions"], rows["kv_slots"], decode, size, None
         )
-        self._send_decodes(idle_plan(), size, decode)
+        self._send_decodes(idle_plan(), size)
         self._compute(rows, rows["slots"], step, None)  # no library may set itself up in a capture
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
@@ -188,7 +178,7 @@ class CudaExecutor:
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             logits, tokens, _ = self._compute(rows, rows["slots"], step, None)
         self._pool = self._pool or graph.pool()
-        return _Graph(graph, decode, logits, tokens)
+        return _Graph(graph, logits, tokens)
 
     def _run_mixed(
         self, plan: StepPlan, lengths: npt.NDArray[Any], decodes: int
@@ -210,8 +200,8 @@ class CudaExecutor:
             "temperature": plan.temperature,
             "uniform": uniforms(plan.seeds, plan.sample_positions),
             "prefill_pages": pages,
-            "pages": plan.block_tables[:decodes],
         }
+        arrays |= self._decode_arrays(plan.block_tables[:decodes], plan.context_lens[:decodes])
         self._staging.send(layout, arrays)
         fields = {
             name: self._staging.view(layout[name])[: len(array)] for name, array in arrays.items()
@@ -220,7 +210,7 @@ class CudaExecutor:
             self._backend,
             fields["positions"],
             fields["kv_slots"],
-            self._mixed_decode(plan, decodes, fields) if decodes else None,
+            self._decode(fields, decodes) if decodes else None,
             decodes,
             self._prefill if decodes < plan.num_rows else None,
         )
@@ -231,21 +221,6 @@ class CudaExecutor:
         if len(wanted) > len(rows):  # a prompt's places may be more than the buffer holds
             rows = self._to_device(wanted)
         return self._compute(fields, fields["token_slots"], step, rows)
-
-    def _mixed_decode(
-        self, plan: StepPlan, decodes: int, fields: dict[str, torch.Tensor]
-    ) -> Decode:
-        if self._backend.has_xqa:
-            return XqaDecode(self._backend, fields["pages"], fields["context_lens"])
-        indptr, pages = page_list(
-            plan.block_tables[:decodes], plan.context_lens[:decodes], self._page_size
-        )
-        last = (plan.context_lens[:decodes] - 1) % self._page_size + 1
-        buffers = (self._to_device(array) for array in (indptr, pages, last))
-        decode = PlannedDecode(self._backend, *buffers)
-        decode.plan(indptr, last)
-        self._recent.append(decode)
-        return decode
 
     def _compute(
         self,

@@ -65,8 +65,6 @@ class ModelRunner:
         config = divided(whole, group.shard.size)
         self.backend = _backend(settings, config, self._dtype, self._device)
         self._kv_dtype = _kv_dtype(settings, self.backend, self._dtype)
-        if settings.products == "timed" and self.backend != "flashinfer":
-            raise InvalidRequest("products 'timed' needs the flashinfer backend.", param="products")
         if config.experts is not None:
             check_experts(self._device, self._dtype)
         check_weights(settings, whole, self._dtype, self._device, group.shard.size)
@@ -81,7 +79,7 @@ class ModelRunner:
             )
             weight_bytes = sum(held_bytes(tensor, self._dtype) for tensor in merged.values())
             self._graph_max_batch = min(settings.cuda_graph_max_batch, settings.max_running)
-            self._decoder = Decoder(config, merged, self._ops(settings), group)
+            self._decoder = Decoder(config, merged, self._ops(), group)
         self._end_stage("weights")
         self._graph_bytes = 0
         settings = replace(settings, page_size=settings.page_size or PAGE_SIZES[self.backend])
@@ -195,17 +193,12 @@ class ModelRunner:
             return config, loading.dummy(config, self._dtype, self._device)
         return config, SafetensorsFolder(files.path)
 
-    def _ops(self, settings: EngineSettings) -> Ops:
+    def _ops(self) -> Ops:
         if self.backend == "torch":
             return TorchOps()
         from tridentlm.backends.flashinfer_ops import FlashInferOps
-        from tridentlm.backends.tuned import TunedProducts
-        from tridentlm.graphs import batch_sizes
 
-        if settings.products == "library":
-            return FlashInferOps()
-        sizes = [*batch_sizes(self._graph_max_batch), step_budget(settings, self._device)]
-        return FlashInferOps(TunedProducts(sizes))
+        return FlashInferOps()
 
     def _end_stage(self, name: str) -> None:
         if self.device == "cuda":

@@ -22,8 +22,8 @@ def decode_layout(rows: int, width: int) -> Layout:
             "kv_slots": ((rows,), integer),
             "slots": ((rows,), integer),
             "context_lens": ((rows,), integer),
-            "last_page_lens": ((rows,), integer),
-            "indptr": ((rows + 1,), integer),
+            "page_starts": ((rows + 1,), integer),
+            "tile_starts": ((rows + 1,), integer),
             "temperature": ((rows,), real),
             "uniform": ((rows,), real),
             "pages": ((rows, width), integer),
@@ -33,6 +33,7 @@ def decode_layout(rows: int, width: int) -> Layout:
 
 def mixed_layout(limits: Limits, width: int) -> Layout:
     tokens, rows = (limits.max_step_tokens,), (limits.max_running,)
+    starts = (limits.max_running + 1,)
     pages = limits.max_running * width
     integer, real = torch.int32, torch.float32
     return make_layout(
@@ -42,6 +43,8 @@ def mixed_layout(limits: Limits, width: int) -> Layout:
             "kv_slots": (tokens, integer),
             "token_slots": (tokens, integer),
             "context_lens": (rows, integer),
+            "page_starts": (starts, integer),
+            "tile_starts": (starts, integer),
             "slots": (rows, integer),
             "rows": (rows, integer),
             "temperature": (rows, real),
@@ -81,7 +84,7 @@ def padded(array: npt.NDArray[Any], size: int, value: int) -> npt.NDArray[Any]:
 
 
 def page_list(tables: I32, context_lens: I32, page_size: int) -> tuple[I32, I32]:
-    """The rows' pages one after another: (indptr int32 [rows + 1], pages)."""
+    """The rows' pages one after another: (starts int32 [rows + 1], pages)."""
     counts = -(-context_lens // page_size)
     used = np.arange(tables.shape[1]) < counts[:, None]
     return np.concatenate([[0], np.cumsum(counts)]).astype(np.int32), tables[used]

@@ -1,18 +1,18 @@
 """Attention by FlashInfer, for CUDA.
 
-step:    [ decode rows: one query each          | prefill rows: a chunk each     ]
-kernel:  `PlannedDecode` or `XqaDecode`           `Prefill`, causal to the end of each context
+step:    [ decode rows: one query each            | prefill rows: a chunk each     ]
+kernel:  `decode_attention`                          `rope_store`, then
+         or `rope_store`, then `XqaDecode`           `Prefill`, causal to the end of each context
 
 Both decode kernels read their metadata from buffers at fixed addresses, so a CUDA Graph that holds
-them serves every step. XQA needs no plan and is the faster one for few rows; the planned kernel
-balances rows of unlike length over the processors and is the faster one for many.
+them serves every step. Ours is the faster one, but for an FP8 cache, whose numbers XQA multiplies
+as they are (an H200, 256 rows of the offline job: 84 us a layer against 160).
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-from typing import Protocol
 
 import flashinfer
 import numpy as np
@@ -21,10 +21,10 @@ import torch
 from flashinfer.decode import xqa_batch_decode_with_kv_cache
 
 from tridentlm.backends.base import KVCache
+from tridentlm.backends.decode_attention import DecodeRows, DecodeWorkers, decode_attention
 from tridentlm.backends.kernels import rope_store
 from tridentlm.core.plan import F32, I32
 from tridentlm.core.request import Limits
-from tridentlm.errors import InvalidRequest
 from tridentlm.models.config import ModelConfig
 from tridentlm.models.rotary import rotary_table
 
@@ -35,11 +35,6 @@ LAYOUT = "HND"
 
 WORKSPACE_BYTES = 256 * 2**20
 """What FlashInfer advises, and what XQA's partial results and semaphores fit into."""
-
-XQA_MAX_ROWS = 32
-"""Most rows for which XQA decodes, where the planned kernel could. On an H200 with pages of 64 and
-contexts of 283 to 1,416 tokens: 13 us a layer against 15 at 4 rows, 40 both at 32, 237 against 223
-at 256; with short contexts XQA is slower from 40 rows on."""
 
 
 def unsupported(config: ModelConfig, dtype: torch.dtype) -> str:
@@ -70,16 +65,16 @@ def cut_tail(weights: torch.Tensor, top_k: npt.NDArray[np.int32], top_p: F32) ->
 
 
 def split_bytes(config: ModelConfig, rows: int, processors: int) -> int:
-    """What the partial results of one attention take that is split over so many processors.
+    """What the partial results of one prefill take that is split over so many processors.
 
     FlashInfer (`PrefillPlan`) keeps room for one float32 output and its sum per head and query of
-    each tile: the tiles of `rows` decodes, or as many of 128 queries as fill every processor twice.
+    each tile: of `rows` short chunks, or as many of 128 queries as fill each processor twice.
     """
     group = config.num_heads // config.num_kv_heads
     tile = 16 if group <= 16 else 64
-    decodes = (-(-rows * group // tile) + rows) * tile
+    short = (-(-rows * group // tile) + rows) * tile
     chunks = 2 * processors // config.num_kv_heads * 128
-    return config.num_heads * max(decodes, chunks) * (config.head_dim + 1) * 4
+    return config.num_heads * max(short, chunks) * (config.head_dim + 1) * 4
 
 
 class FlashInferBackend:
@@ -98,42 +93,28 @@ class FlashInferBackend:
         processors = torch.cuda.get_device_properties(self.device).multi_processor_count
         size = max(WORKSPACE_BYTES, split_bytes(self.config, limits.max_running, processors))
         self.workspace = torch.zeros(size, dtype=torch.uint8, device=self.device)
-        # XQA keeps semaphores in its own, which must be 0 between its runs.
-        self.xqa_workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=self.device)
-        self.has_xqa = self._try_xqa()
+        sizes = self.config.num_heads, self.config.num_kv_heads, self.config.head_dim
+        self.workers = DecodeWorkers(limits.max_running, *sizes, self.device)
         self.is_fp8 = cache.data.dtype.itemsize == 1
-        if self.is_fp8 and not self.has_xqa:
-            raise InvalidRequest(
-                "There is no decode kernel for this model with an fp8 KV cache.", param="kv_dtype"
-            )
+        self.uses_xqa = self.is_fp8 and self._try_xqa()
 
     @property
     def spare_page(self) -> int:
         return self.cache.num_pages - 1
 
-    def uses_xqa(self, rows: int) -> bool:
-        """Which kernel decodes `rows` rows."""
-        return self.has_xqa and (self.is_fp8 or rows <= XQA_MAX_ROWS)
-
     def _try_xqa(self) -> bool:
         heads, head_dim = self.config.num_heads, self.config.head_dim
+        # It keeps semaphores in a workspace of its own, which must be 0 between its runs.
+        self.xqa_workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=self.device)
         one = torch.ones(1, dtype=torch.int32, device=self.device)
         q = torch.zeros(1, heads, head_dim, dtype=self.dtype, device=self.device)
         try:
             XqaDecode(self, (one - 1)[:, None], one).run(q, 0, torch.empty_like(q))
             torch.cuda.synchronize()
         except Exception as error:
-            logger.info("No XQA kernel for this model (%s); decoding by plan.", error)
+            logger.info("No XQA kernel for this model (%s).", error)
             return False
         return True
-
-
-class Decode(Protocol):
-    """Attention of rows with one query each."""
-
-    def run(self, q: torch.Tensor, layer: int, out: torch.Tensor) -> None:
-        """q, out [rows, heads, head_dim]."""
-        ...
 
 
 class XqaDecode:
@@ -160,67 +141,6 @@ class XqaDecode:
             out=out,
             kv_layout=LAYOUT,
         )
-
-
-class PlannedDecode:
-    """Tensor-core decode for a fixed number of rows, planned on the CPU before each step.
-
-    indptr int32 [rows + 1], last_page_lens [rows] and pages (the rows' pages one after another) are
-    the buffers that its kernels read.
-    """
-
-    def __init__(
-        self,
-        backend: FlashInferBackend,
-        indptr: torch.Tensor,
-        pages: torch.Tensor,
-        last_page_lens: torch.Tensor,
-    ) -> None:
-        self._backend, self._indptr, self._pages = backend, indptr, pages
-        self._wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-            backend.workspace,
-            LAYOUT,
-            use_cuda_graph=True,
-            use_tensor_cores=True,
-            paged_kv_indptr_buffer=indptr,
-            paged_kv_indices_buffer=pages,
-            paged_kv_last_page_len_buffer=last_page_lens,
-            backend="fa2",
-        )
-        self._planned = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._first = True
-
-    def plan(self, indptr: I32, last_page_lens: I32) -> None:
-        """Splits the rows over the processors. The buffers are filled by the caller.
-
-        The plan travels through one pinned buffer, so the one before must have left it.
-        """
-        self._planned.synchronize()
-        config, cache = self._backend.config, self._backend.cache
-        host, last = torch.from_numpy(indptr), torch.from_numpy(last_page_lens)
-        sizes = (config.num_heads, config.num_kv_heads, config.head_dim, cache.page_size)
-        options = {
-            "q_data_type": self._backend.dtype,
-            "kv_data_type": cache.data.dtype,
-            "window_left": self._backend.window_left,
-        }
-        if self._first:
-            used = self._pages[: int(indptr[-1])].clone()
-            self._wrapper.plan(host, used, last, *sizes, **options)
-            self._first = False
-        flashinfer.fast_decode_plan(
-            self._wrapper,
-            self._indptr,
-            self._pages,
-            last,
-            *sizes,
-            **options,
-            global_override_indptr_cpu=host,
-        )
-        self._planned.record()
-
-    def run(self, q: torch.Tensor, layer: int, out: torch.Tensor) -> None:
-        self._wrapper.run(q, self._backend.layers[layer], out=out)
 
 
 class Prefill:
@@ -279,14 +199,17 @@ def _prefill_kernel(head_dim: int) -> str:
 
 
 class FlashInferStep:
-    """Implements `base.StepAttention` for `decodes` decode rows, then the rows of `prefill`."""
+    """Implements `base.StepAttention` for `decodes` decode rows, then the rows of `prefill`.
+
+    decode: how the decode rows attend.
+    """
 
     def __init__(
         self,
         backend: FlashInferBackend,
         positions: torch.Tensor,
         kv_slots: torch.Tensor,
-        decode: Decode | None,
+        decode: XqaDecode | DecodeRows | None,
         decodes: int,
         prefill: Prefill | None,
     ) -> None:
@@ -294,19 +217,27 @@ class FlashInferStep:
         self._decode, self._decodes, self._prefill = decode, decodes, prefill
 
     def attend(self, layer: int, qkv: torch.Tensor, qk_norm: torch.Tensor | None) -> torch.Tensor:
-        backend = self._backend
-        q = rope_store(
-            qkv,
-            qk_norm,
-            backend.config.rms_norm_eps,
-            backend.rotary,
-            self._positions,
-            self._kv_slots,
-            *backend.layers[layer],
-        )
-        out = torch.empty_like(q)
-        if self._decode is not None:
-            self._decode.run(q[: self._decodes], layer, out[: self._decodes])
+        backend, decodes = self._backend, self._decodes
+        config = backend.config
+        turned = qk_norm, config.rms_norm_eps, backend.rotary
+        out = qkv.new_empty(len(qkv), config.num_heads, config.head_dim)
+        first = 0
+        if isinstance(self._decode, DecodeRows):
+            first = decodes
+            decode_attention(
+                qkv[:first],
+                *turned,
+                *backend.layers[layer],
+                self._decode,
+                out[:first],
+                backend.workers,
+                config.window,
+            )
+        if first < len(qkv):
+            slots = self._positions[first:], self._kv_slots[first:]
+            q = rope_store(qkv[first:], *turned, *slots, *backend.layers[layer])
+        if isinstance(self._decode, XqaDecode):
+            self._decode.run(q[:decodes], layer, out[:decodes])
         if self._prefill is not None:
-            self._prefill.run(q[self._decodes :], layer, out[self._decodes :])
+            self._prefill.run(q[decodes - first :], layer, out[decodes:])
         return out.view(len(out), -1)

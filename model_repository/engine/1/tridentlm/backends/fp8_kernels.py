@@ -8,8 +8,10 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tridentlm.backends.base import Rounded
+from tridentlm.backends.kernels import starts_early
 from tridentlm.models.fp8 import E4M3, LARGEST, SMALLEST_SCALE
 
 NUMBERS_PER_WARP = 512
@@ -19,7 +21,7 @@ INPUT_BLOCK = 2048
 def round_rows(x: torch.Tensor, input_scale: torch.Tensor | None) -> Rounded:
     """`models.fp8.round_rows`, bit for bit, for x contiguous."""
     rounded, options = _prepare(x, x.shape[1], input_scale)
-    _round_rows[(len(x),)](x, *options.arguments, num_warps=options.warps)
+    _round_rows[(len(x),)](x, *options.arguments, **options.launch)
     return rounded
 
 
@@ -32,14 +34,14 @@ def add_rms_norm_rounded(
 ) -> tuple[torch.Tensor, Rounded]:
     """`Ops.add_rms_norm_rounded` for contiguous tensors of one dtype. Overwrites x."""
     rounded, options = _prepare(x, x.shape[1], input_scale)
-    _add_norm_round[(len(x),)](x, delta, weight, eps, *options.arguments, num_warps=options.warps)
+    _add_norm_round[(len(x),)](x, delta, weight, eps, *options.arguments, **options.launch)
     return x, rounded
 
 
 def silu_mul_rounded(gate_up: torch.Tensor, input_scale: torch.Tensor | None) -> Rounded:
     """`Ops.silu_mul_rounded` for gate_up contiguous."""
     rounded, options = _prepare(gate_up, gate_up.shape[1] // 2, input_scale)
-    _silu_mul_round[(len(gate_up),)](gate_up, *options.arguments, num_warps=options.warps)
+    _silu_mul_round[(len(gate_up),)](gate_up, *options.arguments, **options.launch)
     return rounded
 
 
@@ -48,7 +50,7 @@ class _Options:
     """What the kernels that round have in common; a program has a row."""
 
     arguments: tuple[torch.Tensor | int | float | bool, ...]
-    warps: int
+    launch: dict[str, int | bool]
 
 
 def _prepare(
@@ -58,9 +60,9 @@ def _prepare(
     scales = torch.empty(len(x), 1, dtype=torch.float32, device=x.device)
     block = triton.next_power_of_2(columns)
     given = scales if input_scale is None else input_scale
-    sizes = (columns, block, input_scale is not None, LARGEST, SMALLEST_SCALE)
-    warps = min(max(block // NUMBERS_PER_WARP, 1), 16)
-    return Rounded(values, scales), _Options((given, values, scales, *sizes), warps)
+    sizes = (columns, block, input_scale is not None, LARGEST, SMALLEST_SCALE, starts_early())
+    launch = {"num_warps": min(max(block // NUMBERS_PER_WARP, 1), 16), "launch_pdl": starts_early()}
+    return Rounded(values, scales), _Options((given, values, scales, *sizes), launch)
 
 
 @triton.jit
@@ -74,7 +76,11 @@ def _round_rows(
     STATIC: tl.constexpr,
     LARGEST: tl.constexpr,
     SMALLEST_SCALE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
     place, live = row * COLUMNS + lane, lane < COLUMNS
@@ -98,7 +104,11 @@ def _add_norm_round(
     STATIC: tl.constexpr,
     LARGEST: tl.constexpr,
     SMALLEST_SCALE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
     place, live = row * COLUMNS + lane, lane < COLUMNS
@@ -126,7 +136,11 @@ def _silu_mul_round(
     STATIC: tl.constexpr,
     LARGEST: tl.constexpr,
     SMALLEST_SCALE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
     live = lane < COLUMNS
@@ -168,8 +182,10 @@ def scaled_vector_product(
     """`Ops.scaled_linear` for one row and weights whose inputs are a multiple of INPUT_BLOCK."""
     out = torch.empty(1, len(weight), dtype=dtype, device=weight.device)
     rows = 1 if weight.shape[1] >= 4 * INPUT_BLOCK else 2
+    early = starts_early()
+    tensors = (x.values, x.scales, weight, scale, out)
     _scaled_vector_product[(triton.cdiv(len(weight), rows),)](
-        x.values, x.scales, weight, scale, out, *weight.shape, rows, INPUT_BLOCK, num_warps=4
+        *tensors, *weight.shape, rows, INPUT_BLOCK, early, num_warps=4, launch_pdl=early
     )
     return out
 
@@ -185,13 +201,19 @@ def _scaled_vector_product(
     INPUTS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    if EARLY:
+        gdc_launch_dependents()
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live = row < OUTPUTS
     lane = tl.arange(0, BLOCK)
     source = weight + row.to(tl.int64)[:, None] * INPUTS + lane
-    total = tl.zeros((ROWS, BLOCK), tl.float32)
-    for start in range(0, INPUTS, BLOCK):
+    numbers = tl.load(source, live[:, None], 0.0).to(tl.float32)
+    if EARLY:
+        gdc_wait()
+    total = numbers * tl.load(x + lane).to(tl.float32)
+    for start in range(BLOCK, INPUTS, BLOCK):
         numbers = tl.load(source + start, live[:, None], 0.0).to(tl.float32)
         total += numbers * tl.load(x + start + lane).to(tl.float32)
     sums = tl.sum(total, 1) * tl.load(x_scale) * tl.load(scale + row, live, 0.0)

@@ -1,15 +1,31 @@
-"""Kernels of our own, in the language Triton: what no library fuses the way a step needs it."""
+"""Kernels of our own, in the language Triton: what no library fuses the way a step needs it.
+
+Those of a decode step may start while the kernel before them ends (programmatic dependent launch).
+Until `gdc_wait` returns such a kernel touches only what no kernel writes, the weights:
+
+    before   ... | last programs, stores |
+    this           | start, load weights . . wait | use what was stored ...
+"""
 # mypy: disable-error-code="misc,no-untyped-def,untyped-decorator"
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 HEADS_PER_PROGRAM = 4
 VOCAB_BLOCK = 4096
 INPUT_BLOCK = 512
+
+
+@functools.cache
+def starts_early() -> bool:
+    """Whether the device has programmatic dependent launch."""
+    return torch.cuda.get_device_capability()[0] >= 9
 
 
 def vector_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -22,7 +38,9 @@ def vector_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     # A program needs some work to be worth its start, and 1024 numbers to read 16 bytes a thread.
     rows = 1 if weight.shape[1] >= 4096 and block > INPUT_BLOCK else 2
     grid = (triton.cdiv(len(weight), rows),)
-    _vector_product[grid](x, weight, out, *weight.shape, rows, block, num_warps=4)
+    early = starts_early()
+    sizes = (*weight.shape, rows, block)
+    _vector_product[grid](x, weight, out, *sizes, early, num_warps=4, launch_pdl=early)
     return out
 
 
@@ -35,13 +53,19 @@ def _vector_product(
     INPUTS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    if EARLY:
+        gdc_launch_dependents()
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live = row < OUTPUTS
     lane = tl.arange(0, BLOCK)
     source = weight + row.to(tl.int64)[:, None] * INPUTS + lane
-    total = tl.zeros((ROWS, BLOCK), tl.float32)
-    for start in range(0, INPUTS, BLOCK):
+    values = tl.load(source, live[:, None], 0.0).to(tl.float32)
+    if EARLY:
+        gdc_wait()
+    total = values * tl.load(x + lane).to(tl.float32)
+    for start in range(BLOCK, INPUTS, BLOCK):
         values = tl.load(source + start, live[:, None], 0.0).to(tl.float32)
         total += values * tl.load(x + start + lane).to(tl.float32)
     tl.store(out + row, tl.sum(total, 1).to(out.dtype.element_ty), live)
@@ -84,7 +108,9 @@ def rope_store(
         page_size,
         qk_norm is not None,
         HEADS_PER_PROGRAM,
+        starts_early(),
         num_warps=1,
+        launch_pdl=starts_early(),
     )
     return q
 
@@ -106,7 +132,10 @@ def _rope_store(
     PAGE: tl.constexpr,
     NORM: tl.constexpr,
     GROUP: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    if EARLY:
+        gdc_wait()
     token = tl.program_id(0)
     head = tl.program_id(1) * GROUP + tl.arange(0, GROUP)
     lane = tl.arange(0, HALF)

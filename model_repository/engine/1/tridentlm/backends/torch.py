@@ -199,6 +199,9 @@ class TorchStep:
         group = heads // kv_heads
         q = q.view(n, kv_heads, group, head_dim).permute(1, 2, 0, 3)
         k, v = (x.transpose(0, 1)[:, None].expand(-1, group, -1, -1) for x in (k, v))
+        if mask is not None and k.is_cuda:
+            # With 64 n + 1 queries torch 2.11's masked float32 kernel reads broadcast ones wrongly.
+            k, v = k.contiguous(), v.contiguous()
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
         return out.permute(2, 0, 1, 3).reshape(n, -1)
 

@@ -1,0 +1,291 @@
+"""Attention of decode rows, whose work is cut into equal shares however unlike the rows are.
+
+A tile is TILE tokens of one row. The tiles of all rows lie end to end, and each of W workers takes
+an equal share of them, for one KV head. A row within one share is finished by its worker; of a row
+that crosses borders each worker leaves a part, and the last one to come adds the parts up.
+
+    rows      |    0    | 1 |       2        |  3  |     tile_starts = 0, 5, 7, 15, 18
+    workers   |    0    |    1    |    2    |  3   |     shares of 5 tiles
+                             |  part   |part|            of row 2: workers 1, 2 and 3
+
+The worker of a row's last tile also norms, rotates and stores the token that the step computes, and
+adds it to what it has read of the others.
+
+The split is stream-K's (Osama et al., 2023) and LeanAttention's (Sanovar et al., 2024), the softmax
+FlashAttention's (Dao et al., 2022). The tensor cores' first operand has 64 rows at least: keys and
+values take that side, the few queries of a KV head the other, so that all is transposed.
+"""
+# mypy: disable-error-code="misc,no-untyped-def,untyped-decorator"
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from tridentlm.backends.kernels import starts_early
+from tridentlm.core.plan import I32
+
+TILE = 64
+PROGRAMS_PER_PROCESSOR = 2
+"""As many as shared memory has room for, at heads of 128."""
+STAGES = 5
+"""Of loading: page numbers take two, keys and values the rest."""
+FEWEST_QUERIES = 16
+"""Of a tensor core's product."""
+LOG2_E = 1.4426950408889634
+LOWEST = tl.constexpr(-1e30)
+"""Of a score, where none has been seen: what differs from it by nothing is a number."""
+
+
+def tile_starts(context_lens: I32, window: int) -> I32:
+    """Where each row's tiles start in all rows' tiles, and their number: int32 [rows + 1].
+
+    window: tokens that a query attends to, 0: all of its context.
+    """
+    counts = -(-context_lens // TILE)
+    if window:
+        counts = counts - np.maximum(context_lens - window, 0) // TILE
+    starts = np.zeros(len(counts) + 1, np.int32)
+    np.cumsum(counts, out=starts[1:])
+    return starts
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeRows:
+    """The rows of a step, int32 on the device; each tensor may be longer than they need.
+
+    Row r's pages are `pages` from `page_starts[r]` on, [rows + 1]; its token is the last of
+    `context_lens` [rows]; see `tile_starts` [rows + 1].
+    """
+
+    page_starts: torch.Tensor
+    pages: torch.Tensor
+    context_lens: torch.Tensor
+    tile_starts: torch.Tensor
+
+
+class DecodeWorkers:
+    """How many there are, and what they leave for one another; for decodes that run in turn."""
+
+    def __init__(
+        self, rows: int, heads: int, kv_heads: int, head_dim: int, device: torch.device
+    ) -> None:
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+        self.count = max(1, PROGRAMS_PER_PROCESSOR * processors // kv_heads)
+        self.rows = triton.next_power_of_2(rows)
+        self.queries = max(FEWEST_QUERIES, triton.next_power_of_2(heads // kv_heads))
+        parts = 2 * self.count * kv_heads * self.queries
+        self.values = torch.empty(parts * head_dim, dtype=torch.float32, device=device)
+        self.sums = torch.empty(2 * parts, dtype=torch.float32, device=device)
+        self.arrived = torch.zeros(rows * kv_heads, dtype=torch.int32, device=device)
+
+
+def decode_attention(
+    qkv: torch.Tensor,
+    qk_norm: torch.Tensor | None,
+    eps: float,
+    rotary: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    rows: DecodeRows,
+    out: torch.Tensor,
+    workers: DecodeWorkers,
+    window: int,
+) -> None:
+    """Stores the rows' keys and values and attends: `kernels.rope_store`, then attention.
+
+    qkv [rows, heads + 2 * kv_heads, head_dim] contiguous, out [rows, heads, head_dim]; qk_norm
+    [heads + kv_heads, head_dim] or None; rotary: `rotary_table`; caches of one layer [pages,
+    kv_heads, page_size, head_dim]. Rows are no more than `workers` was made for.
+    """
+    count, heads, head_dim = out.shape
+    kv_heads, page_size = k_cache.shape[1:3]
+    early = starts_early()
+    _decode[(workers.count, kv_heads)](
+        qkv,
+        rotary if qk_norm is None else qk_norm,
+        rotary,
+        k_cache,
+        v_cache,
+        rows.page_starts,
+        rows.pages,
+        rows.context_lens,
+        rows.tile_starts,
+        out,
+        workers.values,
+        workers.sums,
+        workers.arrived,
+        head_dim**-0.5 * LOG2_E,
+        eps,
+        count,
+        workers.rows,
+        kv_heads,
+        heads // kv_heads,
+        workers.queries,
+        head_dim,
+        page_size,
+        TILE,
+        window,
+        qk_norm is not None,
+        STAGES,
+        early,
+        num_warps=4,
+        launch_pdl=early,
+    )
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _decode(
+    qkv,
+    qk_norm,
+    rotary,
+    k_cache,
+    v_cache,
+    page_starts,
+    pages,
+    context_lens,
+    tile_starts,
+    out,
+    part_values,
+    part_sums,
+    arrived,
+    scale,
+    eps,
+    rows,
+    ROWS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    QUERIES: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    TILE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    NORM: tl.constexpr,
+    STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    if EARLY:
+        gdc_launch_dependents()
+    worker, head = tl.program_id(0), tl.program_id(1)
+    total = tl.load(tile_starts + rows)
+    share = tl.cdiv(total, tl.num_programs(0))
+    tile, end = worker * share, tl.minimum((worker + 1) * share, total)
+    index = tl.arange(0, ROWS)
+    row = tl.sum((tl.load(tile_starts + index, index < rows, total) <= tile).to(tl.int32), 0) - 1
+    lane, column, query = tl.arange(0, TILE), tl.arange(0, HEAD_DIM), tl.arange(0, QUERIES)
+    live = query < GROUP
+    part = query[:, None] * HEAD_DIM + column
+    heads: tl.constexpr = GROUP * KV_HEADS
+    if EARLY:
+        gdc_wait()
+    while tile < end:
+        row_start, row_end = tl.load(tile_starts + row), tl.load(tile_starts + row + 1)
+        context = tl.load(context_lens + row)
+        table = pages + tl.load(page_starts + row)
+        stop = tl.minimum(row_end, end)
+        first = tile - row_start
+        if WINDOW > 0:
+            first += tl.maximum(context - WINDOW, 0) // TILE
+        raw = qkv + row.to(tl.int64) * ((heads + 2 * KV_HEADS) * HEAD_DIM)
+        turn = rotary + (context - 1) * HEAD_DIM
+        head_of = head * GROUP + tl.where(live, query, 0)
+        queries = _rotated(raw, qk_norm, turn, head_of, eps, HEAD_DIM, NORM)
+        turned = tl.trans(queries)
+        highest = tl.full((QUERIES,), LOWEST, tl.float32)
+        weight = tl.zeros((QUERIES,), tl.float32)
+        values = tl.zeros((HEAD_DIM, QUERIES), tl.float32)
+        for number in tl.range(first, first + stop - tile, num_stages=STAGES):
+            token = number * TILE + lane
+            if PAGE % TILE == 0:
+                page = tl.load(table + number * TILE // PAGE).to(tl.int64)
+            else:
+                page = tl.load(table + token // PAGE, token < context, 0).to(tl.int64)
+            line = (page * KV_HEADS + head) * PAGE + token % PAGE
+            cell = line[:, None] * HEAD_DIM + column
+            k = tl.load(k_cache + cell).to(queries.dtype)
+            v = tl.load(v_cache + cell).to(queries.dtype)
+            seen = token < context - 1
+            if WINDOW > 0:
+                seen = seen & (token >= context - WINDOW)
+            scores = tl.where(seen[:, None], tl.dot(k, turned) * scale, float("-inf"))
+            higher = tl.maximum(highest, tl.max(scores, 0))
+            weights = tl.exp2(scores - higher[None])
+            fading = tl.exp2(highest - higher)
+            weight = weight * fading + tl.sum(weights, 0)
+            values = tl.dot(tl.trans(v), weights.to(v.dtype), values * fading[None])
+            highest = higher
+        values = tl.trans(values)
+        if stop == row_end:
+            key_head = heads + head + tl.zeros((1,), tl.int32)
+            key = _rotated(raw, qk_norm, turn, key_head, eps, HEAD_DIM, NORM)
+            value = tl.load(raw + (heads + KV_HEADS + head) * HEAD_DIM + column)[None]
+            page = tl.load(table + (context - 1) // PAGE).to(tl.int64)
+            line = (page * KV_HEADS + head) * PAGE + (context - 1) % PAGE
+            tl.store(k_cache + line * HEAD_DIM + column[None], key.to(k_cache.dtype.element_ty))
+            tl.store(v_cache + line * HEAD_DIM + column[None], value.to(v_cache.dtype.element_ty))
+            score = tl.sum(queries.to(tl.float32) * key.to(tl.float32), 1) * scale
+            others = highest, weight, values
+            highest, weight, values = _sum(others, (score, 1.0, value.to(tl.float32)))
+        ends_here = True
+        if (tile != row_start) | (stop != row_end):
+            # A worker has at most two parts: of the row that it finds begun, and of one it begins.
+            first_worker, last_worker = row_start // share, (row_end - 1) // share
+            slot = (2 * worker + (worker == first_worker).to(tl.int32)) * KV_HEADS + head
+            sums = part_sums + 2 * slot * QUERIES + query
+            tl.store(sums, highest)
+            tl.store(sums + QUERIES, weight)
+            tl.store(part_values + slot * QUERIES * HEAD_DIM + part, values, live[:, None])
+            tl.debug_barrier()  # all threads' stores come before the one thread's count
+            counter = arrived + row * KV_HEADS + head
+            ends_here = tl.atomic_add(counter, 1, sem="acq_rel") == last_worker - first_worker
+            if ends_here:
+                tl.store(counter, 0)
+                highest = tl.full((QUERIES,), LOWEST, tl.float32)
+                weight = tl.zeros((QUERIES,), tl.float32)
+                values = tl.zeros((QUERIES, HEAD_DIM), tl.float32)
+                for other in tl.range(first_worker, last_worker + 1, num_stages=STAGES):
+                    slot = (2 * other + (other == first_worker).to(tl.int32)) * KV_HEADS + head
+                    sums = part_sums + 2 * slot * QUERIES + query
+                    places = part_values + slot * QUERIES * HEAD_DIM + part
+                    # What others have written is in the cache that all share.
+                    top = tl.load(sums, cache_modifier=".cg")
+                    mass = tl.load(sums + QUERIES, cache_modifier=".cg")
+                    more = tl.load(places, live[:, None], 0.0, cache_modifier=".cg")
+                    so_far = highest, weight, values
+                    highest, weight, values = _sum(so_far, (top, mass, more))
+        if ends_here:
+            place = out + ((row * KV_HEADS + head) * GROUP + query)[:, None] * HEAD_DIM + column
+            tl.store(place, (values / weight[:, None]).to(out.dtype.element_ty), live[:, None])
+        tile = stop
+        row += 1
+
+
+@triton.jit
+def _sum(one, other):
+    """Of two parts of a softmax: highest scores and weights [QUERIES], values [QUERIES, n]."""
+    highest = tl.maximum(one[0], other[0])
+    fading, growing = tl.exp2(one[0] - highest), tl.exp2(other[0] - highest)
+    weight = one[1] * fading + other[1] * growing
+    return highest, weight, one[2] * fading[:, None] + other[2] * growing[:, None]
+
+
+@triton.jit
+def _rotated(raw, qk_norm, turn, head, eps, HEAD_DIM: tl.constexpr, NORM: tl.constexpr):
+    """Some heads of one token, normed and rotated as by `kernels.rope_store`: [heads, HEAD_DIM]."""
+    HALF: tl.constexpr = HEAD_DIM // 2
+    lane = tl.arange(0, HALF)
+    place = head[:, None] * HEAD_DIM + lane
+    raw_low, raw_high = tl.load(raw + place), tl.load(raw + place + HALF)
+    low, high = raw_low.to(tl.float32), raw_high.to(tl.float32)
+    if NORM:
+        scale = tl.rsqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) / HEAD_DIM + eps)[:, None]
+        low = (low * scale).to(raw_low.dtype) * tl.load(qk_norm + place).to(tl.float32)
+        high = (high * scale).to(raw_low.dtype) * tl.load(qk_norm + place + HALF).to(tl.float32)
+    cos, sin = tl.load(turn + lane)[None], tl.load(turn + HALF + lane)[None]
+    both = tl.join(low * cos - high * sin, high * cos + low * sin).to(raw_low.dtype)
+    return both.permute(0, 2, 1).reshape(head.shape[0], HEAD_DIM)
