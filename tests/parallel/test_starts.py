@@ -172,9 +172,12 @@ def test_a_rank_does_not_wait_for_ever_until_the_first_has_loaded(
     settings = replace(settings_of(llama, 2), rank_timeout=5.0)
     ours, theirs = Pipe()
     store = open_store(tmp_path, SECONDS)
-    joins = threading.Thread(
-        target=DistributedGroup, args=(Shard(0, 2), store, "cpu", SECONDS, lambda: None)
-    )
+    met: list[DistributedGroup] = []  # it must not go before rank 1 has met it, too
+
+    def join() -> None:
+        met.append(DistributedGroup(Shard(0, 2), store, "cpu", SECONDS, lambda: None))
+
+    joins = threading.Thread(target=join)
     joins.start()
     ours.send(Job(1, settings, resolve_model(settings), "cpu"))
     with pytest.raises(InternalError, match="Rank 0 did not load its weights within 5 s"):
