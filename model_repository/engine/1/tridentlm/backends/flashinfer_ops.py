@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import flashinfer
 import torch
 import torch.nn.functional as F
@@ -19,7 +21,9 @@ class FlashInferOps:
     def __init__(self) -> None:
         # Of torch as a whole. On an H200 the bfloat16 products of a job with Qwen3-8B take 7.59 s
         # by cuBLASLt and 7.67 s by torch's own choice.
-        torch.backends.cuda.preferred_blas_library("cublaslt")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*experimental", UserWarning)
+            torch.backends.cuda.preferred_blas_library("cublaslt")
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         normed: torch.Tensor = flashinfer.rmsnorm(x, weight, eps)
