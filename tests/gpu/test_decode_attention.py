@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -77,13 +78,16 @@ class Rows:
             DecodeRows,
             DecodeWorkers,
             decode_attention,
-            tile_starts,
+            tiles_of,
         )
 
         sizes = self.heads, self.kv_heads, self.head_dim
         workers = DecodeWorkers(len(self.lens), *sizes, self.cache[0].device)
-        read = (self.starts, self.pages, self.lens, tile_starts(self.lens, self.window))
-        rows = DecodeRows(*(torch.from_numpy(x).cuda() for x in read))
+        tables = np.zeros((len(self.lens), np.diff(self.starts).max()), np.int32)
+        for row, (start, end) in enumerate(pairwise(self.starts)):
+            tables[row, : end - start] = self.pages[start:end]
+        tiles = tiles_of(tables, self.lens, self.page_size, self.window)
+        rows = DecodeRows(*(torch.from_numpy(x).cuda() for x in (*tiles, self.lens)))
         size = (len(self.lens), self.heads, self.head_dim)
         outs = [
             torch.full(size, torch.nan, dtype=torch.bfloat16, device="cuda") for _ in range(times)
@@ -102,6 +106,7 @@ UNLIKE = [1, 64, 65, 700, 3, 1023, 128, 16]
     [
         Rows([1], 16, 8),
         Rows([8000], 16, 8),
+        Rows([640] * 66, 16, 8),
         Rows(UNLIKE, 16, 8),
         Rows(UNLIKE, 32, 4, normed=False),
         Rows(UNLIKE, 9, 3, head_dim=64),

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import bisect
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,16 +21,14 @@ import numpy.typing as npt
 import torch
 
 from tridentlm.adjust import LogitAdjuster
-from tridentlm.backends.decode_attention import DecodeRows, tile_starts
 from tridentlm.backends.flashinfer import (
     FlashInferBackend,
     FlashInferStep,
     Prefill,
-    XqaDecode,
     cut_tail,
 )
 from tridentlm.backends.kernels import choose_tokens
-from tridentlm.core.plan import I32, StepPlan
+from tridentlm.core.plan import StepPlan
 from tridentlm.core.request import Limits
 from tridentlm.eager import PendingTokens, output_rows
 from tridentlm.logprobs import measure
@@ -73,9 +70,9 @@ class CudaExecutor:
         self._spare_slot = limits.max_running
         self._adjuster = LogitAdjuster(self._device, limits)
         self._sizes = graph_sizes
-        width = limits.pages_for(limits.max_tokens_held)
-        self._decode_layout = decode_layout(max([1, *graph_sizes]), width)
-        self._mixed_layout = mixed_layout(limits, width)
+        largest = max([1, *graph_sizes])
+        self._decode_layout = decode_layout(largest, backend.decode_fields(largest))
+        self._mixed_layout = mixed_layout(limits, backend.decode_fields(limits.max_running))
         words = max(
             max(field.offset + field.size for field in layout.values())
             for layout in (self._decode_layout, self._mixed_layout)
@@ -144,28 +141,14 @@ class CudaExecutor:
             "temperature": padded(plan.temperature, size, 0),
             "uniform": padded(uniforms(plan.seeds, plan.sample_positions), size, 0),
         }
-        self._staging.send(self._decode_layout, arrays | self._decode_arrays(tables, context))
-
-    def _decode_arrays(self, tables: I32, context_lens: I32) -> dict[str, I32]:
-        """What the attention of decode rows reads beside their contexts."""
-        if self._backend.uses_xqa:
-            return {"pages": tables}
-        starts, pages = page_list(tables, context_lens, self._page_size)
-        tiles = tile_starts(context_lens, self._backend.config.window)
-        return {"page_starts": starts, "pages": pages, "tile_starts": tiles}
-
-    def _decode(self, fields: Mapping[str, torch.Tensor], rows: int) -> XqaDecode | DecodeRows:
-        """How `rows` decodes attend whose `_decode_arrays` are in `fields`."""
-        pages, context_lens = fields["pages"], fields["context_lens"][:rows]
-        if self._backend.uses_xqa:
-            return XqaDecode(self._backend, pages[:rows], context_lens)
-        starts, tiles = fields["page_starts"], fields["tile_starts"]
-        return DecodeRows(starts, pages.flatten(), context_lens, tiles)
+        self._staging.send(
+            self._decode_layout, arrays | self._backend.decode_arrays(tables, context)
+        )
 
     def _capture(self, size: int) -> _Graph:
         layout = self._decode_layout
         fields = {name: self._staging.view(field) for name, field in layout.items()}
-        decode = self._decode(fields, size)
+        decode = self._backend.decode(fields, size)
         rows = {name: x[:size] for name, x in fields.items()}
         step = FlashInferStep(
             self._backend, rows["positions"], rows["kv_slots"], decode, size, None
@@ -201,7 +184,9 @@ class CudaExecutor:
             "uniform": uniforms(plan.seeds, plan.sample_positions),
             "prefill_pages": pages,
         }
-        arrays |= self._decode_arrays(plan.block_tables[:decodes], plan.context_lens[:decodes])
+        arrays |= self._backend.decode_arrays(
+            plan.block_tables[:decodes], plan.context_lens[:decodes]
+        )
         self._staging.send(layout, arrays)
         fields = {
             name: self._staging.view(layout[name])[: len(array)] for name, array in arrays.items()
@@ -210,7 +195,7 @@ class CudaExecutor:
             self._backend,
             fields["positions"],
             fields["kv_slots"],
-            self._decode(fields, decodes) if decodes else None,
+            self._backend.decode(fields, decodes) if decodes else None,
             decodes,
             self._prefill if decodes < plan.num_rows else None,
         )

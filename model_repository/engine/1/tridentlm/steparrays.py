@@ -12,47 +12,42 @@ from tridentlm.core.plan import I32, StepPlan
 from tridentlm.core.request import Limits
 from tridentlm.staging import Layout, make_layout
 
+Fields = dict[str, tuple[tuple[int, ...], torch.dtype]]
+"""Shapes and 32-bit types."""
 
-def decode_layout(rows: int, width: int) -> Layout:
+
+def decode_layout(rows: int, attention: Fields) -> Layout:
+    """attention: what the attention of decodes reads beside `context_lens`."""
     integer, real = torch.int32, torch.float32
-    return make_layout(
-        {
-            "token_ids": ((rows,), integer),
-            "positions": ((rows,), integer),
-            "kv_slots": ((rows,), integer),
-            "slots": ((rows,), integer),
-            "context_lens": ((rows,), integer),
-            "page_starts": ((rows + 1,), integer),
-            "tile_starts": ((rows + 1,), integer),
-            "temperature": ((rows,), real),
-            "uniform": ((rows,), real),
-            "pages": ((rows, width), integer),
-        }
-    )
+    fields: Fields = {
+        "token_ids": ((rows,), integer),
+        "positions": ((rows,), integer),
+        "kv_slots": ((rows,), integer),
+        "slots": ((rows,), integer),
+        "context_lens": ((rows,), integer),
+        "temperature": ((rows,), real),
+        "uniform": ((rows,), real),
+    }
+    return make_layout(fields | attention)
 
 
-def mixed_layout(limits: Limits, width: int) -> Layout:
+def mixed_layout(limits: Limits, attention: Fields) -> Layout:
     tokens, rows = (limits.max_step_tokens,), (limits.max_running,)
-    starts = (limits.max_running + 1,)
-    pages = limits.max_running * width
+    pages = limits.max_running * limits.pages_for(limits.max_tokens_held)
     integer, real = torch.int32, torch.float32
-    return make_layout(
-        {
-            "token_ids": (tokens, integer),
-            "positions": (tokens, integer),
-            "kv_slots": (tokens, integer),
-            "token_slots": (tokens, integer),
-            "context_lens": (rows, integer),
-            "page_starts": (starts, integer),
-            "tile_starts": (starts, integer),
-            "slots": (rows, integer),
-            "rows": (rows, integer),
-            "temperature": (rows, real),
-            "uniform": (rows, real),
-            "prefill_pages": ((pages,), integer),
-            "pages": ((limits.max_running, width), integer),
-        }
-    )
+    fields: Fields = {
+        "token_ids": (tokens, integer),
+        "positions": (tokens, integer),
+        "kv_slots": (tokens, integer),
+        "token_slots": (tokens, integer),
+        "context_lens": (rows, integer),
+        "slots": (rows, integer),
+        "rows": (rows, integer),
+        "temperature": (rows, real),
+        "uniform": (rows, real),
+        "prefill_pages": ((pages,), integer),
+    }
+    return make_layout(fields | attention)
 
 
 def idle_plan() -> StepPlan:

@@ -1,7 +1,7 @@
 """Attention of decode rows, whose work is cut into equal shares however unlike the rows are.
 
-A tile is TILE tokens of one row. The tiles of all rows lie end to end, and each of W workers takes
-an equal share of them, for one KV head. A row within one share is finished by its worker; of a row
+A tile is 64 tokens of one row. The tiles of all rows lie end to end, and each of W workers takes an
+equal share of them, for one KV head. A row within one share is finished by its worker; of a row
 that crosses borders each worker leaves a part, and the last one to come adds the parts up.
 
     rows      |    0    | 1 |       2        |  3  |     tile_starts = 0, 5, 7, 15, 18
@@ -30,7 +30,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from tridentlm.backends.kernels import starts_early
 from tridentlm.core.plan import I32
 
-TILE = 64
+LONGEST_TILE = 64
+"""Tokens; of smaller pages a tile is one page."""
 PROGRAMS_PER_PROCESSOR = 2
 """As many as shared memory has room for, at heads of 128."""
 STAGES = 5
@@ -42,31 +43,31 @@ LOWEST = tl.constexpr(-1e30)
 """Of a score, where none has been seen: what differs from it by nothing is a number."""
 
 
-def tile_starts(context_lens: I32, window: int) -> I32:
-    """Where each row's tiles start in all rows' tiles, and their number: int32 [rows + 1].
+def tiles_of(tables: I32, context_lens: I32, page_size: int, window: int) -> tuple[I32, I32]:
+    """The tiles of all rows, end to end, and where each row's start among them [rows + 1].
 
-    window: tokens that a query attends to, 0: all of its context.
+    A tile is the KV slot of its first token. window: tokens that a query attends to, 0: all.
     """
-    counts = -(-context_lens // TILE)
-    if window:
-        counts = counts - np.maximum(context_lens - window, 0) // TILE
+    tile = min(page_size, LONGEST_TILE)
+    counts = -(-context_lens // tile)
+    first = np.maximum(context_lens - window, 0) // tile if window else np.zeros_like(counts)
     starts = np.zeros(len(counts) + 1, np.int32)
-    np.cumsum(counts, out=starts[1:])
-    return starts
+    np.cumsum(counts - first, out=starts[1:])
+    number = np.arange(counts.max(initial=0), dtype=np.int32)
+    slots = tables[:, number * tile // page_size] * page_size + number * tile % page_size
+    return slots[(number >= first[:, None]) & (number < counts[:, None])], starts
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeRows:
-    """The rows of a step, int32 on the device; each tensor may be longer than they need.
+    """The rows of a step by their `tiles_of`, int32 on the device; each may be longer than needed.
 
-    Row r's pages are `pages` from `page_starts[r]` on, [rows + 1]; its token is the last of
-    `context_lens` [rows]; see `tile_starts` [rows + 1].
+    A row's token is the last of its `context_lens` [rows].
     """
 
-    page_starts: torch.Tensor
-    pages: torch.Tensor
-    context_lens: torch.Tensor
+    tile_slots: torch.Tensor
     tile_starts: torch.Tensor
+    context_lens: torch.Tensor
 
 
 class DecodeWorkers:
@@ -112,10 +113,9 @@ def decode_attention(
         rotary,
         k_cache,
         v_cache,
-        rows.page_starts,
-        rows.pages,
-        rows.context_lens,
+        rows.tile_slots,
         rows.tile_starts,
+        rows.context_lens,
         out,
         workers.values,
         workers.sums,
@@ -129,7 +129,7 @@ def decode_attention(
         workers.queries,
         head_dim,
         page_size,
-        TILE,
+        min(page_size, LONGEST_TILE),
         window,
         qk_norm is not None,
         STAGES,
@@ -146,10 +146,9 @@ def _decode(
     rotary,
     k_cache,
     v_cache,
-    page_starts,
-    pages,
-    context_lens,
+    tile_slots,
     tile_starts,
+    context_lens,
     out,
     part_values,
     part_sums,
@@ -174,95 +173,134 @@ def _decode(
     worker, head = tl.program_id(0), tl.program_id(1)
     total = tl.load(tile_starts + rows)
     share = tl.cdiv(total, tl.num_programs(0))
-    tile, end = worker * share, tl.minimum((worker + 1) * share, total)
+    begin, end = worker * share, tl.minimum((worker + 1) * share, total)
     index = tl.arange(0, ROWS)
-    row = tl.sum((tl.load(tile_starts + index, index < rows, total) <= tile).to(tl.int32), 0) - 1
+    row = tl.sum((tl.load(tile_starts + index, index < rows, total) <= begin).to(tl.int32), 0) - 1
     lane, column, query = tl.arange(0, TILE), tl.arange(0, HEAD_DIM), tl.arange(0, QUERIES)
-    live = query < GROUP
-    part = query[:, None] * HEAD_DIM + column
+    live = (query < GROUP)[:, None]
     heads: tl.constexpr = GROUP * KV_HEADS
+    width: tl.constexpr = (heads + 2 * KV_HEADS) * HEAD_DIM
+    head_of = head * GROUP + tl.where(query < GROUP, query, 0)
+    slot_of = 2 * worker * KV_HEADS + head
     if EARLY:
         gdc_wait()
-    while tile < end:
-        row_start, row_end = tl.load(tile_starts + row), tl.load(tile_starts + row + 1)
-        context = tl.load(context_lens + row)
-        table = pages + tl.load(page_starts + row)
-        stop = tl.minimum(row_end, end)
-        first = tile - row_start
+    if begin >= end:
+        return
+    row_start, row_end = tl.load(tile_starts + row), tl.load(tile_starts + row + 1)
+    context = tl.load(context_lens + row)
+    found, found_start, found_end = row, row_start, row_end
+    raw, turn = qkv + row.to(tl.int64) * width, rotary + (context - 1) * HEAD_DIM
+    queries = tl.trans(_rotated(raw, qk_norm, turn, head_of, eps, HEAD_DIM, NORM))
+    highest = tl.full((QUERIES,), LOWEST, tl.float32)
+    weight = tl.zeros((QUERIES,), tl.float32)
+    values = tl.zeros((HEAD_DIM, QUERIES), tl.float32)
+    for tile in tl.range(begin, end, num_stages=STAGES):
+        slot = tl.load(tile_slots + tile).to(tl.int64)
+        line = (slot // PAGE * KV_HEADS + head) * PAGE + slot % PAGE + lane
+        cell = line[:, None] * HEAD_DIM + column
+        k = tl.load(k_cache + cell).to(queries.dtype)
+        v = tl.load(v_cache + cell).to(queries.dtype)
+        # Counted from the row's last tile, since a window's first one is not the row's.
+        token = (context - 1) // TILE * TILE - (row_end - 1 - tile) * TILE + lane
+        seen = token < context - 1
         if WINDOW > 0:
-            first += tl.maximum(context - WINDOW, 0) // TILE
-        raw = qkv + row.to(tl.int64) * ((heads + 2 * KV_HEADS) * HEAD_DIM)
-        turn = rotary + (context - 1) * HEAD_DIM
-        head_of = head * GROUP + tl.where(live, query, 0)
-        queries = _rotated(raw, qk_norm, turn, head_of, eps, HEAD_DIM, NORM)
-        turned = tl.trans(queries)
-        highest = tl.full((QUERIES,), LOWEST, tl.float32)
-        weight = tl.zeros((QUERIES,), tl.float32)
-        values = tl.zeros((HEAD_DIM, QUERIES), tl.float32)
-        for number in tl.range(first, first + stop - tile, num_stages=STAGES):
-            token = number * TILE + lane
-            if PAGE % TILE == 0:
-                page = tl.load(table + number * TILE // PAGE).to(tl.int64)
-            else:
-                page = tl.load(table + token // PAGE, token < context, 0).to(tl.int64)
-            line = (page * KV_HEADS + head) * PAGE + token % PAGE
-            cell = line[:, None] * HEAD_DIM + column
-            k = tl.load(k_cache + cell).to(queries.dtype)
-            v = tl.load(v_cache + cell).to(queries.dtype)
-            seen = token < context - 1
-            if WINDOW > 0:
-                seen = seen & (token >= context - WINDOW)
-            scores = tl.where(seen[:, None], tl.dot(k, turned) * scale, float("-inf"))
-            higher = tl.maximum(highest, tl.max(scores, 0))
-            weights = tl.exp2(scores - higher[None])
-            fading = tl.exp2(highest - higher)
-            weight = weight * fading + tl.sum(weights, 0)
-            values = tl.dot(tl.trans(v), weights.to(v.dtype), values * fading[None])
-            highest = higher
-        values = tl.trans(values)
-        if stop == row_end:
+            seen = seen & (token >= context - WINDOW)
+        scores = tl.where(seen[:, None], tl.dot(k, queries) * scale, float("-inf"))
+        higher = tl.maximum(highest, tl.max(scores, 0))
+        weights = tl.exp2(scores - higher[None])
+        fading = tl.exp2(highest - higher)
+        weight = weight * fading + tl.sum(weights, 0)
+        values = tl.dot(tl.trans(v), weights.to(v.dtype), values * fading[None])
+        highest = higher
+        if tile + 1 == row_end:
+            raw, turn = qkv + row.to(tl.int64) * width, rotary + (context - 1) * HEAD_DIM
             key_head = heads + head + tl.zeros((1,), tl.int32)
             key = _rotated(raw, qk_norm, turn, key_head, eps, HEAD_DIM, NORM)
             value = tl.load(raw + (heads + KV_HEADS + head) * HEAD_DIM + column)[None]
-            page = tl.load(table + (context - 1) // PAGE).to(tl.int64)
-            line = (page * KV_HEADS + head) * PAGE + (context - 1) % PAGE
-            tl.store(k_cache + line * HEAD_DIM + column[None], key.to(k_cache.dtype.element_ty))
-            tl.store(v_cache + line * HEAD_DIM + column[None], value.to(v_cache.dtype.element_ty))
-            score = tl.sum(queries.to(tl.float32) * key.to(tl.float32), 1) * scale
-            others = highest, weight, values
-            highest, weight, values = _sum(others, (score, 1.0, value.to(tl.float32)))
-        ends_here = True
-        if (tile != row_start) | (stop != row_end):
-            # A worker has at most two parts: of the row that it finds begun, and of one it begins.
-            first_worker, last_worker = row_start // share, (row_end - 1) // share
-            slot = (2 * worker + (worker == first_worker).to(tl.int32)) * KV_HEADS + head
+            place = (slot // PAGE * KV_HEADS + head) * PAGE + slot % PAGE + (context - 1) % TILE
+            place = place * HEAD_DIM + column[None]
+            tl.store(k_cache + place, key.to(k_cache.dtype.element_ty))
+            tl.store(v_cache + place, value.to(v_cache.dtype.element_ty))
+            score = tl.sum(queries.to(tl.float32) * tl.trans(key).to(tl.float32), 0) * scale
+            so_far = highest, weight, tl.trans(values)
+            highest, weight, summed = _sum(so_far, (score, 1.0, value.to(tl.float32)))
+            is_whole = row_start >= begin
+            ours = out + ((row * KV_HEADS + head) * GROUP + query)[:, None] * HEAD_DIM + column
+            value = (summed / weight[:, None]).to(out.dtype.element_ty)
+            tl.store(ours, value, live & is_whole)
+            if not is_whole:
+                _leave(part_values, part_sums, slot_of, highest, weight, summed, live)
+            # On to the next row; beyond the last one, to something that nobody uses.
+            row = tl.minimum(row + 1, rows - 1)
+            row_start, row_end = row_end, tl.load(tile_starts + row + 1)
+            context = tl.load(context_lens + row)
+            raw, turn = qkv + row.to(tl.int64) * width, rotary + (context - 1) * HEAD_DIM
+            queries = tl.trans(_rotated(raw, qk_norm, turn, head_of, eps, HEAD_DIM, NORM))
+            highest = tl.full((QUERIES,), LOWEST, tl.float32)
+            weight = tl.zeros((QUERIES,), tl.float32)
+            values = tl.zeros((HEAD_DIM, QUERIES), tl.float32)
+    if row_start < end:
+        slot = slot_of + (row_start >= begin).to(tl.int32) * KV_HEADS
+        _leave(part_values, part_sums, slot, highest, weight, tl.trans(values), live)
+    tl.debug_barrier()  # all threads' stores come before the one thread's count
+    if found_start < begin:
+        ours = out + ((found * KV_HEADS + head) * GROUP + query)[:, None] * HEAD_DIM + column
+        workers = found_start // share, (found_end - 1) // share
+        counter = arrived + found * KV_HEADS + head
+        _collect(part_values, part_sums, counter, ours, workers, head, live, KV_HEADS, STAGES)
+    if (row_start >= begin) & (row_start < end):
+        ours = out + ((row * KV_HEADS + head) * GROUP + query)[:, None] * HEAD_DIM + column
+        workers = row_start // share, (row_end - 1) // share
+        counter = arrived + row * KV_HEADS + head
+        _collect(part_values, part_sums, counter, ours, workers, head, live, KV_HEADS, STAGES)
+
+
+@triton.jit
+def _leave(part_values, part_sums, slot, highest, weight, values, live):
+    """Stores a part of a row [QUERIES, HEAD_DIM], of which a worker has two at most: in slot 0 of
+    the row that it found begun, in slot 1 of the one that it has begun itself."""
+    QUERIES: tl.constexpr = values.shape[0]
+    query, column = tl.arange(0, QUERIES), tl.arange(0, values.shape[1])
+    sums = part_sums + 2 * slot * QUERIES + query
+    tl.store(sums, highest)
+    tl.store(sums + QUERIES, weight)
+    place = (slot * QUERIES + query)[:, None] * values.shape[1] + column
+    tl.store(part_values + place, values, live)
+
+
+@triton.jit
+def _collect(
+    part_values,
+    part_sums,
+    counter,
+    out,
+    workers,
+    head,
+    live,
+    KV_HEADS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """The last of the first to the last of `workers` to come here adds up what they have left."""
+    first, last = workers
+    QUERIES: tl.constexpr = out.shape[0]
+    HEAD_DIM: tl.constexpr = out.shape[1]
+    query, column = tl.arange(0, QUERIES), tl.arange(0, HEAD_DIM)
+    if tl.atomic_add(counter, 1, sem="acq_rel") == last - first:
+        tl.store(counter, 0)
+        highest = tl.full((QUERIES,), LOWEST, tl.float32)
+        weight = tl.zeros((QUERIES,), tl.float32)
+        values = tl.zeros((QUERIES, HEAD_DIM), tl.float32)
+        for worker in tl.range(first, last + 1, num_stages=STAGES):
+            slot = (2 * worker + (worker == first).to(tl.int32)) * KV_HEADS + head
             sums = part_sums + 2 * slot * QUERIES + query
-            tl.store(sums, highest)
-            tl.store(sums + QUERIES, weight)
-            tl.store(part_values + slot * QUERIES * HEAD_DIM + part, values, live[:, None])
-            tl.debug_barrier()  # all threads' stores come before the one thread's count
-            counter = arrived + row * KV_HEADS + head
-            ends_here = tl.atomic_add(counter, 1, sem="acq_rel") == last_worker - first_worker
-            if ends_here:
-                tl.store(counter, 0)
-                highest = tl.full((QUERIES,), LOWEST, tl.float32)
-                weight = tl.zeros((QUERIES,), tl.float32)
-                values = tl.zeros((QUERIES, HEAD_DIM), tl.float32)
-                for other in tl.range(first_worker, last_worker + 1, num_stages=STAGES):
-                    slot = (2 * other + (other == first_worker).to(tl.int32)) * KV_HEADS + head
-                    sums = part_sums + 2 * slot * QUERIES + query
-                    places = part_values + slot * QUERIES * HEAD_DIM + part
-                    # What others have written is in the cache that all share.
-                    top = tl.load(sums, cache_modifier=".cg")
-                    mass = tl.load(sums + QUERIES, cache_modifier=".cg")
-                    more = tl.load(places, live[:, None], 0.0, cache_modifier=".cg")
-                    so_far = highest, weight, values
-                    highest, weight, values = _sum(so_far, (top, mass, more))
-        if ends_here:
-            place = out + ((row * KV_HEADS + head) * GROUP + query)[:, None] * HEAD_DIM + column
-            tl.store(place, (values / weight[:, None]).to(out.dtype.element_ty), live[:, None])
-        tile = stop
-        row += 1
+            place = (slot * QUERIES + query)[:, None] * HEAD_DIM + column
+            # What others have written is in the cache that all share.
+            top = tl.load(sums, cache_modifier=".cg")
+            mass = tl.load(sums + QUERIES, cache_modifier=".cg")
+            more = tl.load(part_values + place, live, 0.0, cache_modifier=".cg")
+            so_far = highest, weight, values
+            highest, weight, values = _sum(so_far, (top, mass, more))
+        tl.store(out, (values / weight[:, None]).to(out.dtype.element_ty), live)
 
 
 @triton.jit

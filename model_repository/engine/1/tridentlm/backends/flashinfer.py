@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Mapping
 
 import flashinfer
 import numpy as np
@@ -21,12 +22,20 @@ import torch
 from flashinfer.decode import xqa_batch_decode_with_kv_cache
 
 from tridentlm.backends.base import KVCache
-from tridentlm.backends.decode_attention import DecodeRows, DecodeWorkers, decode_attention
+from tridentlm.backends.decode_attention import (
+    LONGEST_TILE,
+    DecodeRows,
+    DecodeWorkers,
+    decode_attention,
+    tiles_of,
+)
 from tridentlm.backends.kernels import rope_store
 from tridentlm.core.plan import F32, I32
 from tridentlm.core.request import Limits
+from tridentlm.errors import InvalidRequest
 from tridentlm.models.config import ModelConfig
 from tridentlm.models.rotary import rotary_table
+from tridentlm.steparrays import Fields
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +44,10 @@ LAYOUT = "HND"
 
 WORKSPACE_BYTES = 256 * 2**20
 """What FlashInfer advises, and what XQA's partial results and semaphores fit into."""
+
+
+SMALLEST_PAGE = 16
+"""What the tensor cores take at a time."""
 
 
 def unsupported(config: ModelConfig, dtype: torch.dtype) -> str:
@@ -84,8 +97,13 @@ class FlashInferBackend:
     """
 
     def __init__(self, cache: KVCache, dtype: torch.dtype, limits: Limits) -> None:
+        if limits.page_size < SMALLEST_PAGE:
+            raise InvalidRequest(
+                f"On CUDA a page has {SMALLEST_PAGE} tokens at least, not {limits.page_size}.",
+                param="page_size",
+            )
         self.cache, self.config, self.dtype = cache, cache.config, dtype
-        self.device = cache.data.device
+        self.device, self.limits = cache.data.device, limits
         self.layers = [(k, v) for k, v in cache.data]
         self.rotary = rotary_table(cache.config, limits.max_model_len, self.device)
         # Tokens before its own that a query attends to; -1: all.
@@ -101,6 +119,28 @@ class FlashInferBackend:
     @property
     def spare_page(self) -> int:
         return self.cache.num_pages - 1
+
+    def decode_fields(self, rows: int) -> Fields:
+        """What decodes of up to `rows` rows read, beside `context_lens`."""
+        tokens, page_size = self.limits.max_tokens_held, self.limits.page_size
+        if self.uses_xqa:
+            return {"pages": ((rows, self.limits.pages_for(tokens)), torch.int32)}
+        tiles = rows * -(-tokens // min(page_size, LONGEST_TILE))
+        return {"tile_starts": ((rows + 1,), torch.int32), "tile_slots": ((tiles,), torch.int32)}
+
+    def decode_arrays(self, tables: I32, context_lens: I32) -> dict[str, I32]:
+        """The `decode_fields` of these rows."""
+        if self.uses_xqa:
+            return {"pages": tables}
+        slots, starts = tiles_of(tables, context_lens, self.limits.page_size, self.config.window)
+        return {"tile_slots": slots, "tile_starts": starts}
+
+    def decode(self, fields: Mapping[str, torch.Tensor], rows: int) -> XqaDecode | DecodeRows:
+        """How `rows` rows attend whose arrays are in `fields`, on the device."""
+        context_lens = fields["context_lens"][:rows]
+        if self.uses_xqa:
+            return XqaDecode(self, fields["pages"][:rows], context_lens)
+        return DecodeRows(fields["tile_slots"], fields["tile_starts"], context_lens)
 
     def _try_xqa(self) -> bool:
         heads, head_dim = self.config.num_heads, self.config.head_dim
