@@ -124,6 +124,7 @@ def decode_attention(
         eps,
         count,
         workers.rows,
+        triton.next_power_of_2(workers.count),
         kv_heads,
         heads // kv_heads,
         workers.queries,
@@ -157,6 +158,7 @@ def _decode(
     eps,
     rows,
     ROWS: tl.constexpr,
+    WORKERS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     QUERIES: tl.constexpr,
@@ -177,139 +179,98 @@ def _decode(
     index = tl.arange(0, ROWS)
     row = tl.sum((tl.load(tile_starts + index, index < rows, total) <= begin).to(tl.int32), 0) - 1
     lane, column, query = tl.arange(0, TILE), tl.arange(0, HEAD_DIM), tl.arange(0, QUERIES)
-    live = (query < GROUP)[:, None]
+    live = query < GROUP
+    part = query[:, None] * HEAD_DIM + column
     heads: tl.constexpr = GROUP * KV_HEADS
     width: tl.constexpr = (heads + 2 * KV_HEADS) * HEAD_DIM
-    head_of = head * GROUP + tl.where(query < GROUP, query, 0)
-    slot_of = 2 * worker * KV_HEADS + head
+    head_of = head * GROUP + tl.where(live, query, 0)
+    key_head = heads + head + tl.zeros((1,), tl.int32)
     if EARLY:
         gdc_wait()
-    if begin >= end:
-        return
-    row_start, row_end = tl.load(tile_starts + row), tl.load(tile_starts + row + 1)
+    tile, row_start, row_end = begin, tl.load(tile_starts + row), tl.load(tile_starts + row + 1)
     context = tl.load(context_lens + row)
-    found, found_start, found_end = row, row_start, row_end
-    raw, turn = qkv + row.to(tl.int64) * width, rotary + (context - 1) * HEAD_DIM
-    queries = tl.trans(_rotated(raw, qk_norm, turn, head_of, eps, HEAD_DIM, NORM))
-    highest = tl.full((QUERIES,), LOWEST, tl.float32)
-    weight = tl.zeros((QUERIES,), tl.float32)
-    values = tl.zeros((HEAD_DIM, QUERIES), tl.float32)
-    for tile in tl.range(begin, end, num_stages=STAGES):
-        slot = tl.load(tile_slots + tile).to(tl.int64)
-        line = (slot // PAGE * KV_HEADS + head) * PAGE + slot % PAGE + lane
-        cell = line[:, None] * HEAD_DIM + column
-        k = tl.load(k_cache + cell).to(queries.dtype)
-        v = tl.load(v_cache + cell).to(queries.dtype)
-        # Counted from the row's last tile, since a window's first one is not the row's.
-        token = (context - 1) // TILE * TILE - (row_end - 1 - tile) * TILE + lane
-        seen = token < context - 1
-        if WINDOW > 0:
-            seen = seen & (token >= context - WINDOW)
-        scores = tl.where(seen[:, None], tl.dot(k, queries) * scale, float("-inf"))
-        higher = tl.maximum(highest, tl.max(scores, 0))
-        weights = tl.exp2(scores - higher[None])
-        fading = tl.exp2(highest - higher)
-        weight = weight * fading + tl.sum(weights, 0)
-        values = tl.dot(tl.trans(v), weights.to(v.dtype), values * fading[None])
-        highest = higher
-        if tile + 1 == row_end:
-            raw, turn = qkv + row.to(tl.int64) * width, rotary + (context - 1) * HEAD_DIM
-            key_head = heads + head + tl.zeros((1,), tl.int32)
-            key = _rotated(raw, qk_norm, turn, key_head, eps, HEAD_DIM, NORM)
-            value = tl.load(raw + (heads + KV_HEADS + head) * HEAD_DIM + column)[None]
-            place = (slot // PAGE * KV_HEADS + head) * PAGE + slot % PAGE + (context - 1) % TILE
+    while tile < end:
+        # Loads that are needed late start here, beside those of the tiles.
+        following = tl.minimum(row + 1, rows - 1)
+        next_end, next_context = (
+            tl.load(tile_starts + following + 1),
+            tl.load(context_lens + following),
+        )
+        raw, turn = qkv + row.to(tl.int64) * width, rotary + (context - 1) * HEAD_DIM
+        queries = _rotated(raw, qk_norm, turn, head_of, eps, HEAD_DIM, NORM)
+        key = _rotated(raw, qk_norm, turn, key_head, eps, HEAD_DIM, NORM)
+        value = tl.load(raw + (heads + KV_HEADS + head) * HEAD_DIM + column)[None]
+        last_slot = tl.load(tile_slots + row_end - 1).to(tl.int64) + (context - 1) % TILE
+        stop = tl.minimum(row_end, end)
+        turned = tl.trans(queries)
+        highest = tl.full((QUERIES,), LOWEST, tl.float32)
+        weight = tl.zeros((QUERIES,), tl.float32)
+        values = tl.zeros((HEAD_DIM, QUERIES), tl.float32)
+        for number in tl.range(tile, stop, num_stages=STAGES):
+            slot = tl.load(tile_slots + number).to(tl.int64)
+            line = (slot // PAGE * KV_HEADS + head) * PAGE + slot % PAGE + lane
+            cell = line[:, None] * HEAD_DIM + column
+            k = tl.load(k_cache + cell).to(queries.dtype)
+            v = tl.load(v_cache + cell).to(queries.dtype)
+            # Counted from the row's last tile, since a window's first one is not the row's.
+            token = (context - 1) // TILE * TILE - (row_end - 1 - number) * TILE + lane
+            seen = token < context - 1
+            if WINDOW > 0:
+                seen = seen & (token >= context - WINDOW)
+            scores = tl.where(seen[:, None], tl.dot(k, turned) * scale, float("-inf"))
+            higher = tl.maximum(highest, tl.max(scores, 0))
+            weights = tl.exp2(scores - higher[None])
+            fading = tl.exp2(highest - higher)
+            weight = weight * fading + tl.sum(weights, 0)
+            values = tl.dot(tl.trans(v), weights.to(v.dtype), values * fading[None])
+            highest = higher
+        values = tl.trans(values)
+        if stop == row_end:
+            place = (last_slot // PAGE * KV_HEADS + head) * PAGE + last_slot % PAGE
             place = place * HEAD_DIM + column[None]
             tl.store(k_cache + place, key.to(k_cache.dtype.element_ty))
             tl.store(v_cache + place, value.to(v_cache.dtype.element_ty))
-            score = tl.sum(queries.to(tl.float32) * tl.trans(key).to(tl.float32), 0) * scale
-            so_far = highest, weight, tl.trans(values)
-            highest, weight, summed = _sum(so_far, (score, 1.0, value.to(tl.float32)))
-            is_whole = row_start >= begin
-            ours = out + ((row * KV_HEADS + head) * GROUP + query)[:, None] * HEAD_DIM + column
-            value = (summed / weight[:, None]).to(out.dtype.element_ty)
-            tl.store(ours, value, live & is_whole)
-            if not is_whole:
-                _leave(part_values, part_sums, slot_of, highest, weight, summed, live)
-            # On to the next row; beyond the last one, to something that nobody uses.
-            row = tl.minimum(row + 1, rows - 1)
-            row_start, row_end = row_end, tl.load(tile_starts + row + 1)
-            context = tl.load(context_lens + row)
-            raw, turn = qkv + row.to(tl.int64) * width, rotary + (context - 1) * HEAD_DIM
-            queries = tl.trans(_rotated(raw, qk_norm, turn, head_of, eps, HEAD_DIM, NORM))
-            highest = tl.full((QUERIES,), LOWEST, tl.float32)
-            weight = tl.zeros((QUERIES,), tl.float32)
-            values = tl.zeros((HEAD_DIM, QUERIES), tl.float32)
-    if row_start < end:
-        slot = slot_of + (row_start >= begin).to(tl.int32) * KV_HEADS
-        _leave(part_values, part_sums, slot, highest, weight, tl.trans(values), live)
-    tl.debug_barrier()  # all threads' stores come before the one thread's count
-    if found_start < begin:
-        ours = out + ((found * KV_HEADS + head) * GROUP + query)[:, None] * HEAD_DIM + column
-        workers = found_start // share, (found_end - 1) // share
-        counter = arrived + found * KV_HEADS + head
-        _collect(part_values, part_sums, counter, ours, workers, head, live, KV_HEADS, STAGES)
-    if (row_start >= begin) & (row_start < end):
-        ours = out + ((row * KV_HEADS + head) * GROUP + query)[:, None] * HEAD_DIM + column
-        workers = row_start // share, (row_end - 1) // share
-        counter = arrived + row * KV_HEADS + head
-        _collect(part_values, part_sums, counter, ours, workers, head, live, KV_HEADS, STAGES)
-
-
-@triton.jit
-def _leave(part_values, part_sums, slot, highest, weight, values, live):
-    """Stores a part of a row [QUERIES, HEAD_DIM], of which a worker has two at most: in slot 0 of
-    the row that it found begun, in slot 1 of the one that it has begun itself."""
-    QUERIES: tl.constexpr = values.shape[0]
-    query, column = tl.arange(0, QUERIES), tl.arange(0, values.shape[1])
-    sums = part_sums + 2 * slot * QUERIES + query
-    tl.store(sums, highest)
-    tl.store(sums + QUERIES, weight)
-    place = (slot * QUERIES + query)[:, None] * values.shape[1] + column
-    tl.store(part_values + place, values, live)
-
-
-@triton.jit
-def _collect(
-    part_values,
-    part_sums,
-    counter,
-    out,
-    workers,
-    head,
-    live,
-    KV_HEADS: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """The last of the first to the last of `workers` to come here adds up what they have left."""
-    first, last = workers
-    QUERIES: tl.constexpr = out.shape[0]
-    HEAD_DIM: tl.constexpr = out.shape[1]
-    query, column = tl.arange(0, QUERIES), tl.arange(0, HEAD_DIM)
-    if tl.atomic_add(counter, 1, sem="acq_rel") == last - first:
-        tl.store(counter, 0)
-        highest = tl.full((QUERIES,), LOWEST, tl.float32)
-        weight = tl.zeros((QUERIES,), tl.float32)
-        values = tl.zeros((QUERIES, HEAD_DIM), tl.float32)
-        for worker in tl.range(first, last + 1, num_stages=STAGES):
+            score = tl.sum(queries.to(tl.float32) * key.to(tl.float32), 1) * scale
+            higher = tl.maximum(highest, score)
+            fading, growing = tl.exp2(highest - higher), tl.exp2(score - higher)
+            weight = weight * fading + growing
+            values = values * fading[:, None] + value.to(tl.float32) * growing[:, None]
+            highest = higher
+        is_done = True
+        if (tile != row_start) | (stop != row_end):
+            # A worker has at most two parts: of the row that it finds begun, and of one it begins.
+            first, last = row_start // share, (row_end - 1) // share
             slot = (2 * worker + (worker == first).to(tl.int32)) * KV_HEADS + head
             sums = part_sums + 2 * slot * QUERIES + query
-            place = (slot * QUERIES + query)[:, None] * HEAD_DIM + column
-            # What others have written is in the cache that all share.
-            top = tl.load(sums, cache_modifier=".cg")
-            mass = tl.load(sums + QUERIES, cache_modifier=".cg")
-            more = tl.load(part_values + place, live, 0.0, cache_modifier=".cg")
-            so_far = highest, weight, values
-            highest, weight, values = _sum(so_far, (top, mass, more))
-        tl.store(out, (values / weight[:, None]).to(out.dtype.element_ty), live)
-
-
-@triton.jit
-def _sum(one, other):
-    """Of two parts of a softmax: highest scores and weights [QUERIES], values [QUERIES, n]."""
-    highest = tl.maximum(one[0], other[0])
-    fading, growing = tl.exp2(one[0] - highest), tl.exp2(other[0] - highest)
-    weight = one[1] * fading + other[1] * growing
-    return highest, weight, one[2] * fading[:, None] + other[2] * growing[:, None]
+            tl.store(sums, highest)
+            tl.store(sums + QUERIES, weight)
+            tl.store(part_values + slot * QUERIES * HEAD_DIM + part, values, live[:, None])
+            tl.debug_barrier()  # all threads' stores come before the one thread's count
+            counter = arrived + row * KV_HEADS + head
+            is_done = tl.atomic_add(counter, 1, sem="acq_rel") == last - first
+            if is_done:
+                tl.store(counter, 0)
+                others = tl.arange(0, WORKERS)[:, None]
+                slots = (2 * (first + others) + (others == 0).to(tl.int32)) * KV_HEADS + head
+                theirs = part_sums + 2 * slots * QUERIES + query
+                there = (others <= last - first) & (query >= 0)
+                # Past the processor's own cache: others have written since it was filled.
+                tops = tl.load(theirs, there, LOWEST, volatile=True)
+                masses = tl.load(theirs + QUERIES, there, 0.0, volatile=True)
+                shares = tl.exp2(tops - tl.max(tops, 0)[None])
+                weight = tl.sum(masses * shares, 0)
+                values = tl.zeros((QUERIES, HEAD_DIM), tl.float32)
+                for other in tl.range(first, last + 1, num_stages=STAGES):
+                    slot = (2 * other + (other == first).to(tl.int32)) * KV_HEADS + head
+                    source = part_values + slot * QUERIES * HEAD_DIM + part
+                    more = tl.load(source, live[:, None], 0.0, cache_modifier=".cg")
+                    of_it = tl.sum(tl.where(first + others == other, shares, 0.0), 0)
+                    values += more * of_it[:, None]
+        if is_done:
+            place = out + ((row * KV_HEADS + head) * GROUP + query)[:, None] * HEAD_DIM + column
+            tl.store(place, (values / weight[:, None]).to(out.dtype.element_ty), live[:, None])
+        tile, row = stop, following
+        row_start, row_end, context = row_end, next_end, next_context
 
 
 @triton.jit
