@@ -10,7 +10,6 @@ import contextlib
 import faulthandler
 import logging
 import os
-import shutil
 import signal
 import sys
 import threading
@@ -23,7 +22,7 @@ import torch
 from tridentlm import memory
 from tridentlm.errors import InternalError, TridentError
 from tridentlm.models.shard import Shard
-from tridentlm.parallel.followers import TRACE_SIGNAL, Job, wait_for_hangup
+from tridentlm.parallel.followers import TRACE_SIGNAL, Job, remove, wait_for_hangup
 from tridentlm.parallel.group import DistributedGroup, open_store
 from tridentlm.runner import ModelRunner
 from tridentlm.startup import settle
@@ -58,7 +57,7 @@ def follow(leader: Connection, folder: Path) -> None:
 def end_with(leader: Connection, folder: Path) -> None:
     # The main thread may be in a collective that never returns.
     wait_for_hangup([leader])
-    shutil.rmtree(folder, ignore_errors=True)
+    remove(folder)
     os._exit(1)
 
 
@@ -73,7 +72,7 @@ def main() -> int:
     try:
         follow(leader, folder)
     except Exception as error:
-        shutil.rmtree(folder, ignore_errors=True)  # the leader may be gone
+        remove(folder)  # the leader may be gone
         if not isinstance(error, TridentError):
             traceback.print_exc()
             error = InternalError(f"{type(error).__name__}: {error}")

@@ -180,7 +180,7 @@ class Followers:
             process.kill()
             process.wait()
             connection.close()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        remove(self.folder)
 
     def _last_words(self, rank: int) -> TridentError | None:
         connection = self._connections[rank - 1]
@@ -200,8 +200,16 @@ class Followers:
         if not self._closing:
             reason = self.reason()
             logger.error("%s The engine ends with it.", reason and reason.message)
-            shutil.rmtree(self.folder, ignore_errors=True)
+            remove(self.folder)
             os._exit(1)
+
+
+def remove(folder: Path) -> None:
+    """Of a start that has ended. A thread that still opens files in it makes none any more."""
+    gone = folder.with_name(f"{folder.name}.gone")
+    with contextlib.suppress(OSError):  # somebody else has done so
+        folder.rename(gone)
+    shutil.rmtree(gone, ignore_errors=True)
 
 
 def wait_for_hangup(connections: Sequence[Connection]) -> int:
