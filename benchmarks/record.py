@@ -46,7 +46,7 @@ def hardware() -> dict[str, Any]:
 
 def commit() -> str:
     head = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-    return head.stdout.strip() or "unknown"
+    return head.stdout.strip() if head.returncode == 0 else "unknown"
 
 
 def write(name: str, result: dict[str, Any]) -> Path:
