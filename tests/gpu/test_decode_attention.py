@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.gpu.test_products import error
+from tridentlm.steparrays import tiles_of
 
 pytestmark = pytest.mark.gpu
 
@@ -78,7 +79,6 @@ class Rows:
             DecodeRows,
             DecodeWorkers,
             decode_attention,
-            tiles_of,
         )
 
         sizes = self.heads, self.kv_heads, self.head_dim

@@ -12,6 +12,9 @@ from tridentlm.core.plan import I32, StepPlan
 from tridentlm.core.request import Limits
 from tridentlm.staging import Layout, make_layout
 
+LONGEST_TILE = 64
+"""Tokens that a decode's attention takes at a time; of smaller pages it takes one."""
+
 Fields = dict[str, tuple[tuple[int, ...], torch.dtype]]
 """Shapes and 32-bit types."""
 
@@ -83,3 +86,18 @@ def page_list(tables: I32, context_lens: I32, page_size: int) -> tuple[I32, I32]
     counts = -(-context_lens // page_size)
     used = np.arange(tables.shape[1]) < counts[:, None]
     return np.concatenate([[0], np.cumsum(counts)]).astype(np.int32), tables[used]
+
+
+def tiles_of(tables: I32, context_lens: I32, page_size: int, window: int) -> tuple[I32, I32]:
+    """The tiles of all rows, end to end, and where each row's start among them [rows + 1].
+
+    A tile is the KV slot of its first token. window: tokens that a query attends to, 0: all.
+    """
+    tile = min(page_size, LONGEST_TILE)
+    counts = -(-context_lens // tile)
+    first = np.maximum(context_lens - window, 0) // tile if window else np.zeros_like(counts)
+    starts = np.zeros(len(counts) + 1, np.int32)
+    np.cumsum(counts - first, out=starts[1:])
+    number = np.arange(counts.max(initial=0), dtype=np.int32)
+    slots = tables[:, number * tile // page_size] * page_size + number * tile % page_size
+    return slots[(number >= first[:, None]) & (number < counts[:, None])], starts

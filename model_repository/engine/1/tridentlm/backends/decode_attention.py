@@ -21,17 +21,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tridentlm.backends.kernels import starts_early
-from tridentlm.core.plan import I32
+from tridentlm.steparrays import LONGEST_TILE
 
-LONGEST_TILE = 64
-"""Tokens; of smaller pages a tile is one page."""
 PROGRAMS_PER_PROCESSOR = 2
 """As many as shared memory has room for, at heads of 128."""
 STAGES = 5
@@ -43,24 +40,9 @@ LOWEST = tl.constexpr(-1e30)
 """Of a score, where none has been seen: what differs from it by nothing is a number."""
 
 
-def tiles_of(tables: I32, context_lens: I32, page_size: int, window: int) -> tuple[I32, I32]:
-    """The tiles of all rows, end to end, and where each row's start among them [rows + 1].
-
-    A tile is the KV slot of its first token. window: tokens that a query attends to, 0: all.
-    """
-    tile = min(page_size, LONGEST_TILE)
-    counts = -(-context_lens // tile)
-    first = np.maximum(context_lens - window, 0) // tile if window else np.zeros_like(counts)
-    starts = np.zeros(len(counts) + 1, np.int32)
-    np.cumsum(counts - first, out=starts[1:])
-    number = np.arange(counts.max(initial=0), dtype=np.int32)
-    slots = tables[:, number * tile // page_size] * page_size + number * tile % page_size
-    return slots[(number >= first[:, None]) & (number < counts[:, None])], starts
-
-
 @dataclass(frozen=True, slots=True)
 class DecodeRows:
-    """The rows of a step by their `tiles_of`, int32 on the device; each may be longer than needed.
+    """The rows of a step by their `steparrays.tiles_of`, int32 on the device; each may be longer than needed.
 
     A row's token is the last of its `context_lens` [rows].
     """
@@ -192,10 +174,8 @@ def _decode(
     while tile < end:
         # Loads that are needed late start here, beside those of the tiles.
         following = tl.minimum(row + 1, rows - 1)
-        next_end, next_context = (
-            tl.load(tile_starts + following + 1),
-            tl.load(context_lens + following),
-        )
+        next_end = tl.load(tile_starts + following + 1)
+        next_context = tl.load(context_lens + following)
         raw, turn = qkv + row.to(tl.int64) * width, rotary + (context - 1) * HEAD_DIM
         queries = _rotated(raw, qk_norm, turn, head_of, eps, HEAD_DIM, NORM)
         key = _rotated(raw, qk_norm, turn, key_head, eps, HEAD_DIM, NORM)

@@ -22,20 +22,14 @@ import torch
 from flashinfer.decode import xqa_batch_decode_with_kv_cache
 
 from tridentlm.backends.base import KVCache
-from tridentlm.backends.decode_attention import (
-    LONGEST_TILE,
-    DecodeRows,
-    DecodeWorkers,
-    decode_attention,
-    tiles_of,
-)
+from tridentlm.backends.decode_attention import DecodeRows, DecodeWorkers, decode_attention
 from tridentlm.backends.kernels import rope_store
 from tridentlm.core.plan import F32, I32
 from tridentlm.core.request import Limits
 from tridentlm.errors import InvalidRequest
 from tridentlm.models.config import ModelConfig
 from tridentlm.models.rotary import rotary_table
-from tridentlm.steparrays import Fields
+from tridentlm.steparrays import LONGEST_TILE, Fields, tiles_of
 
 logger = logging.getLogger(__name__)
 
