@@ -42,9 +42,9 @@ LOWEST = tl.constexpr(-1e30)
 
 @dataclass(frozen=True, slots=True)
 class DecodeRows:
-    """The rows of a step by their `steparrays.tiles_of`, int32 on the device; each may be longer than needed.
+    """The rows of a step by their `steparrays.tiles_of`, int32 on the device.
 
-    A row's token is the last of its `context_lens` [rows].
+    Each may be longer than needed. A row's token is the last of its `context_lens` [rows].
     """
 
     tile_slots: torch.Tensor
