@@ -160,6 +160,7 @@ def _decode(
     begin, end = worker * share, tl.minimum((worker + 1) * share, total)
     index = tl.arange(0, ROWS)
     row = tl.sum((tl.load(tile_starts + index, index < rows, total) <= begin).to(tl.int32), 0) - 1
+    row = tl.minimum(row, rows - 1)  # of a worker without tiles
     lane, column, query = tl.arange(0, TILE), tl.arange(0, HEAD_DIM), tl.arange(0, QUERIES)
     live = query < GROUP
     part = query[:, None] * HEAD_DIM + column
