@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
 import orjson
 from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+from tests.waiting import PATIENCE
+from tridentlm_client import Session, Stream, Submission
 
 STATUS = {"protocol": 1, "model": "fake", "up": True, "draining": False, "max_model_len": 128}
 
@@ -251,3 +255,40 @@ def unpack(raw: bytes) -> list[bytes]:
         values.append(raw[at + 4 : at + 4 + length])
         at += 4 + length
     return values
+
+
+@asynccontextmanager
+async def connected() -> AsyncIterator[tuple[FakeTriton, Session]]:
+    server = FakeTriton()
+    target = await server.start()
+    try:
+        async with Session(target) as session:
+            yield server, session
+    finally:
+        await server.stop()
+
+
+def run(test: Callable[[FakeTriton, Session], Awaitable[None]]) -> None:
+    async def body() -> None:
+        async with connected() as (server, session):
+            await asyncio.wait_for(test(server, session), 2 * PATIENCE)
+
+    asyncio.run(body())
+
+
+async def until(condition: Callable[[], Any], seconds: float = PATIENCE) -> None:
+    for _ in range(int(seconds / 0.005)):
+        if condition():
+            return
+        await asyncio.sleep(0.005)
+    raise AssertionError("the condition did not come true")
+
+
+async def accepted(session: Session, prompt: str = "hi", **more: Any) -> Stream:
+    [outcome] = await session.submit([Submission(prompt=prompt, **more)])
+    assert isinstance(outcome, Stream), outcome
+    return outcome
+
+
+async def text_of(stream: Stream) -> str:
+    return "".join([delta.text async for delta in stream])
