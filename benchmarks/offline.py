@@ -256,6 +256,7 @@ def main() -> None:
         "tp": settings.tp,
         "tok_s": median,
         "requests": arguments.requests,
+        "longest": arguments.longest,
         "floor_tok_s": round(floor_tok_s),
         "share_of_floor": round(median / floor_tok_s, 3),
         "startup_seconds": {"total": round(load_seconds, 1)}
@@ -267,6 +268,8 @@ def main() -> None:
         json.dumps({name: result[name] for name in ("tok_s", "share_of_floor", "startup_seconds")})
     )
     name = arguments.name or result_name("offline", model, settings)
+    if not arguments.name and job != Job.make():
+        name += f"_{arguments.requests}x{arguments.longest}"
     print(write(name, result))
     if arguments.profile:
         steps = runs[-1]["steps"]
