@@ -29,6 +29,7 @@ class Rows:
     page_size: int = 64
     window: int = 0
     normed: bool = True
+    dtype: torch.dtype = torch.bfloat16
 
     def __post_init__(self) -> None:
         self.lens = np.array(self.contexts, np.int32)
@@ -39,7 +40,7 @@ class Rows:
     @functools.cached_property
     def cache(self) -> list[torch.Tensor]:
         size = (len(self.pages), self.kv_heads, self.page_size, self.head_dim)
-        return [torch.randn(size, device="cuda").bfloat16() for _ in "kv"]
+        return [torch.randn(size, device="cuda").to(self.dtype) for _ in "kv"]
 
     @functools.cached_property
     def step(self) -> tuple[torch.Tensor, torch.Tensor | None, float, torch.Tensor]:
@@ -65,7 +66,7 @@ class Rows:
         pages = self.pages[self.starts[row] : self.starts[row + 1]]
         first = max(0, self.contexts[row] - self.window) if self.window else 0
         k, v = (
-            x[pages].transpose(0, 1).reshape(self.kv_heads, -1, self.head_dim).double()
+            x.float()[pages].transpose(0, 1).reshape(self.kv_heads, -1, self.head_dim).double()
             for x in cache
         )
         k, v = (x[:, first : self.contexts[row]] for x in (k, v))
@@ -115,6 +116,7 @@ UNLIKE = [1, 64, 65, 700, 3, 1023, 128, 16]
         Rows(UNLIKE, 8, 4, page_size=32),
         Rows(UNLIKE, 8, 4, page_size=128),
         Rows(UNLIKE, 8, 4, window=100),
+        Rows(UNLIKE, 8, 4, dtype=torch.float8_e4m3fn),
         Rows([n % 300 + 1 for n in range(1024)], 32, 8),
     ],
     ids=lambda rows: f"{rows.heads}-{rows.kv_heads}-{rows.head_dim}-{rows.page_size}",
@@ -125,7 +127,7 @@ def test_each_row_attends_to_its_own_context_and_stores_its_token(rows: Rows) ->
     for row in range(0, len(rows.lens), max(1, len(rows.lens) // 32)):
         assert error(out[row], rows.exact(row, q, cache)) < 8e-3
     for ours, theirs in zip(rows.cache, cache, strict=True):
-        assert error(ours, theirs.double()) < 1e-4  # a rounding may fall to the other side
+        assert error(ours.float(), theirs.double()) < 1e-4  # a rounding may fall to the other side
 
 
 def test_parts_are_added_in_one_order_whoever_comes_last() -> None:

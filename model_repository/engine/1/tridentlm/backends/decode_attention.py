@@ -181,6 +181,8 @@ def _decode(
         queries = _rotated(raw, qk_norm, turn, head_of, eps, HEAD_DIM, NORM)
         key = _rotated(raw, qk_norm, turn, key_head, eps, HEAD_DIM, NORM)
         value = tl.load(raw + (heads + KV_HEADS + head) * HEAD_DIM + column)[None]
+        # As later steps will read them.
+        key, value = key.to(k_cache.dtype.element_ty), value.to(v_cache.dtype.element_ty)
         last_slot = tl.load(tile_slots + row_end - 1).to(tl.int64) + (context - 1) % TILE
         stop = tl.minimum(row_end, end)
         turned = tl.trans(queries)
@@ -209,8 +211,8 @@ def _decode(
         if stop == row_end:
             place = (last_slot // PAGE * KV_HEADS + head) * PAGE + last_slot % PAGE
             place = place * HEAD_DIM + column[None]
-            tl.store(k_cache + place, key.to(k_cache.dtype.element_ty))
-            tl.store(v_cache + place, value.to(v_cache.dtype.element_ty))
+            tl.store(k_cache + place, key)
+            tl.store(v_cache + place, value)
             score = tl.sum(queries.to(tl.float32) * key.to(tl.float32), 1) * scale
             higher = tl.maximum(highest, score)
             fading, growing = tl.exp2(highest - higher), tl.exp2(score - higher)
