@@ -94,8 +94,7 @@ class Rows:
             torch.full(size, torch.nan, dtype=torch.bfloat16, device="cuda") for _ in range(times)
         ]
         for out in outs:
-            step = *self.step, *self.cache, rows, out, workers, self.window
-            decode_attention(*step, upcoming=torch.ones(512, 1024, device="cuda"))
+            decode_attention(*self.step, *self.cache, rows, out, workers, self.window)
         assert not workers.arrived.any()  # ready for the next step
         return outs
 

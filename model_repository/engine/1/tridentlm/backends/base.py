@@ -79,17 +79,9 @@ class Ops(Protocol):
         ...
 
     def add_rms_norm(
-        self,
-        x: torch.Tensor,
-        delta: torch.Tensor,
-        weight: torch.Tensor,
-        eps: float,
-        upcoming: torch.Tensor | None = None,
+        self, x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns x + delta and its norm, each [T, n].
-
-        upcoming: weights [out, in] of the product that comes next, which may be fetched meanwhile.
-        """
+        """Returns x + delta and its norm, each [T, n]."""
         ...
 
     def linear(
@@ -98,11 +90,8 @@ class Ops(Protocol):
         """x @ weight.T + bias for x [T, in], weight [out, in]. Returns [T, out]."""
         ...
 
-    def silu_mul(self, gate_up: torch.Tensor, upcoming: torch.Tensor | None = None) -> torch.Tensor:
-        """silu(gate) * up for gate_up [T, 2 * n], gate first. Returns [T, n].
-
-        upcoming: as of `add_rms_norm`.
-        """
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """silu(gate) * up for gate_up [T, 2 * n], gate first. Returns [T, n]."""
         ...
 
     def round_rows(self, x: torch.Tensor, input_scale: torch.Tensor | None) -> Rounded:
@@ -137,18 +126,11 @@ class Ops(Protocol):
 class StepAttention(Protocol):
     """Attention of one step. It knows the step's rows, their positions and the KV cache."""
 
-    def attend(
-        self,
-        layer: int,
-        qkv: torch.Tensor,
-        qk_norm: torch.Tensor | None,
-        upcoming: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def attend(self, layer: int, qkv: torch.Tensor, qk_norm: torch.Tensor | None) -> torch.Tensor:
         """Norms and rotates q and k, stores k and v, attends over each row's context.
 
         qkv [T, heads + 2 * kv_heads, head_dim], q first; qk_norm [heads + kv_heads, head_dim] holds
-        the weights of the norm of each head, None: there is none; upcoming: as of
-        `Ops.add_rms_norm`. A row's context includes the step's own tokens. Returns
-        [T, heads * head_dim].
+        the weights of the norm of each head, None: there is none. A row's context includes the
+        step's own tokens. Returns [T, heads * head_dim].
         """
         ...

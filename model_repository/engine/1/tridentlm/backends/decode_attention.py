@@ -26,13 +26,11 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tridentlm.backends.fetch_ahead import Fetch, fetch_pieces
 from tridentlm.backends.kernels import starts_early
 from tridentlm.steparrays import LONGEST_TILE
 
 PROGRAMS_PER_PROCESSOR = 2
 """As many as shared memory has room for, at heads of 128."""
-WARPS = 4
 STAGES = 5
 """Of loading: page numbers take two, keys and values the rest."""
 FEWEST_QUERIES = 16
@@ -81,18 +79,16 @@ def decode_attention(
     out: torch.Tensor,
     workers: DecodeWorkers,
     window: int,
-    upcoming: torch.Tensor | None = None,
 ) -> None:
     """Stores the rows' keys and values and attends: `kernels.rope_store`, then attention.
 
     qkv [rows, heads + 2 * kv_heads, head_dim] contiguous, out [rows, heads, head_dim]; qk_norm
     [heads + kv_heads, head_dim] or None; rotary: `rotary_table`; caches of one layer [pages,
-    kv_heads, page_size, head_dim]. Rows are no more than `workers` was made for. upcoming: weights
-    of which each worker asks for a part when it is done, see `fetch_ahead`.
+    kv_heads, page_size, head_dim]. Rows are no more than `workers` was made for.
     """
     count, heads, head_dim = out.shape
     kv_heads, page_size = k_cache.shape[1:3]
-    early, fetch = starts_early(), Fetch.of(upcoming, out)
+    early = starts_early()
     _decode[(workers.count, kv_heads)](
         qkv,
         rotary if qk_norm is None else qk_norm,
@@ -103,7 +99,6 @@ def decode_attention(
         rows.tile_starts,
         rows.context_lens,
         out,
-        fetch.weight,
         workers.values,
         workers.sums,
         workers.arrived,
@@ -121,10 +116,8 @@ def decode_attention(
         window,
         qk_norm is not None,
         STAGES,
-        *fetch.sizes,
-        32 * WARPS,
         early,
-        num_warps=WARPS,
+        num_warps=4,
         launch_pdl=early,
     )
 
@@ -140,7 +133,6 @@ def _decode(
     tile_starts,
     context_lens,
     out,
-    upcoming,
     part_values,
     part_sums,
     arrived,
@@ -158,10 +150,6 @@ def _decode(
     WINDOW: tl.constexpr,
     NORM: tl.constexpr,
     STAGES: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    ROW_BYTES: tl.constexpr,
-    PIECES: tl.constexpr,
-    THREADS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     if EARLY:
@@ -266,9 +254,6 @@ def _decode(
             tl.store(place, (values / weight[:, None]).to(out.dtype.element_ty), live[:, None])
         tile, row = stop, following
         row_start, row_end, context = row_end, next_end, next_context
-    if PIECES > 0:
-        program, programs = worker * KV_HEADS + head, tl.num_programs(0) * KV_HEADS
-        fetch_pieces(upcoming, program, programs, OUTPUTS, ROW_BYTES, PIECES, THREADS)
 
 
 @triton.jit

@@ -250,13 +250,7 @@ class FlashInferStep:
         self._backend, self._positions, self._kv_slots = backend, positions, kv_slots
         self._decode, self._decodes, self._prefill = decode, decodes, prefill
 
-    def attend(
-        self,
-        layer: int,
-        qkv: torch.Tensor,
-        qk_norm: torch.Tensor | None,
-        upcoming: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def attend(self, layer: int, qkv: torch.Tensor, qk_norm: torch.Tensor | None) -> torch.Tensor:
         backend, decodes = self._backend, self._decodes
         config = backend.config
         turned = qk_norm, config.rms_norm_eps, backend.rotary
@@ -272,7 +266,6 @@ class FlashInferStep:
                 out[:first],
                 backend.workers,
                 config.window,
-                upcoming if first == len(qkv) else None,
             )
         if first < len(qkv):
             slots = self._positions[first:], self._kv_slots[first:]

@@ -8,7 +8,7 @@ import flashinfer
 import torch
 import torch.nn.functional as F
 
-from tridentlm.backends import fetch_ahead, fp8_kernels
+from tridentlm.backends import fp8_kernels
 from tridentlm.backends.base import Rounded
 from tridentlm.backends.fp8_product import few_rows_product
 from tridentlm.backends.kernels import INPUT_BLOCK, vector_product
@@ -30,15 +30,8 @@ class FlashInferOps:
         return normed
 
     def add_rms_norm(
-        self,
-        x: torch.Tensor,
-        delta: torch.Tensor,
-        weight: torch.Tensor,
-        eps: float,
-        upcoming: torch.Tensor | None = None,
+        self, x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if len(x) <= fetch_ahead.MOST_ROWS:
-            return fetch_ahead.add_rms_norm(x, delta, weight, eps, upcoming)
         flashinfer.fused_add_rmsnorm(delta, x, weight, eps)
         return x, delta
 
@@ -49,9 +42,7 @@ class FlashInferOps:
             return vector_product(x, weight)
         return F.linear(x, weight, bias)
 
-    def silu_mul(self, gate_up: torch.Tensor, upcoming: torch.Tensor | None = None) -> torch.Tensor:
-        if len(gate_up) <= fetch_ahead.MOST_ROWS:
-            return fetch_ahead.silu_mul(gate_up, upcoming)
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         product: torch.Tensor = flashinfer.silu_and_mul(gate_up)
         return product
 

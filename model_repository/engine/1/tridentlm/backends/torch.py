@@ -37,12 +37,7 @@ class TorchOps:
         return (wide * scale).to(x.dtype) * weight
 
     def add_rms_norm(
-        self,
-        x: torch.Tensor,
-        delta: torch.Tensor,
-        weight: torch.Tensor,
-        eps: float,
-        upcoming: torch.Tensor | None = None,
+        self, x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         x = x + delta
         return x, self.rms_norm(x, weight, eps)
@@ -52,7 +47,7 @@ class TorchOps:
     ) -> torch.Tensor:
         return F.linear(x, weight, bias)
 
-    def silu_mul(self, gate_up: torch.Tensor, upcoming: torch.Tensor | None = None) -> torch.Tensor:
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         gate, up = gate_up.chunk(2, -1)
         return F.silu(gate).mul_(up)
 
@@ -144,13 +139,7 @@ class TorchStep:
         self._groups = [self._decode_group(plan, rows, len(groups) == 1) for rows in groups]
         self._prefills = [self._prefill_row(plan, row) for row in range(decodes, plan.num_rows)]
 
-    def attend(
-        self,
-        layer: int,
-        qkv: torch.Tensor,
-        qk_norm: torch.Tensor | None,
-        upcoming: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def attend(self, layer: int, qkv: torch.Tensor, qk_norm: torch.Tensor | None) -> torch.Tensor:
         # q and k heads lie side by side, so norm and rotation treat them as one tensor.
         heads = self._config.num_heads
         rotated = heads + self._config.num_kv_heads

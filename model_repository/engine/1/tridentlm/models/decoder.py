@@ -106,7 +106,6 @@ class _Layer:
             both = q.expand(config.num_heads, -1), k.expand(config.num_kv_heads, -1)
             self._qk_norm = torch.cat(both)
         self._qkv, self._output = linear("qkv"), linear("output")
-        self._upcoming = self._output.weight if isinstance(self._output, Linear) else None
         self._experts: ExpertBlock | None = None
         if config.experts is not None and index in config.experts.layers:
             stacks = (
@@ -131,7 +130,7 @@ class _Layer:
         else:
             x, qkv = after_norm(self._qkv, self._ops, x, delta, self._attention_norm, self._eps)
         qkv = qkv.view(len(x), self._all_heads, self._head_dim)
-        attended = attention.attend(self._index, qkv, self._qk_norm, self._upcoming)
+        attended = attention.attend(self._index, qkv, self._qk_norm)
         if rows is not None:
             x, attended = x.index_select(0, rows), attended.index_select(0, rows)
         delta = self._group.all_reduce(self._output(attended))

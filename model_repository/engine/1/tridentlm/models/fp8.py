@@ -86,7 +86,7 @@ def after_norm(
     if isinstance(linear, Fp8Linear):
         x, rounded = ops.add_rms_norm_rounded(x, delta, weight, eps, linear.input_scale)
         return x, linear.of_rounded(rounded)
-    x, normed = ops.add_rms_norm(x, delta, weight, eps, linear.weight)
+    x, normed = ops.add_rms_norm(x, delta, weight, eps)
     return x, linear(normed)
 
 
@@ -94,7 +94,7 @@ def after_silu(linear: Linear | Fp8Linear, ops: Ops, gate_up: torch.Tensor) -> t
     """`linear` of silu(gate) * up."""
     if isinstance(linear, Fp8Linear):
         return linear.of_rounded(ops.silu_mul_rounded(gate_up, linear.input_scale))
-    return linear(ops.silu_mul(gate_up, linear.weight))
+    return linear(ops.silu_mul(gate_up))
 
 
 def scaled_product(
