@@ -138,7 +138,9 @@ def test_an_fp8_engine_is_as_near_as_the_format_allows(dense: Reference) -> None
 
 
 @pytest.mark.parametrize("size", [1024, 4096])
-@pytest.mark.parametrize(("kind", "rows"), [("bfloat16", 1), ("fp8", 1), ("fp8", 16)])
+@pytest.mark.parametrize(
+    ("kind", "rows"), [("bfloat16", 1), ("bfloat16", 16), ("fp8", 1), ("fp8", 16)]
+)
 def test_kernels_that_start_early_wait_for_what_they_read(
     ops: FlashInferOps, kind: str, rows: int, size: int
 ) -> None:
@@ -148,16 +150,18 @@ def test_kernels_that_start_early_wait_for_what_they_read(
     rounded = [quantize_rows(weight.float()) for weight in plain]
 
     def in_bfloat16(x: torch.Tensor, wait: Callable[[], None]) -> torch.Tensor:
+        x, delta = x.clone(), x.clone()
+        wait()
         for weight in plain:
-            y = ops.rms_norm(x, norm, 1e-6)
+            x, y = ops.add_rms_norm(x, delta, norm, 1e-6)
             wait()
             y = ops.linear(y, weight, None)
             wait()
             y = ops.silu_mul(y)
             wait()
-            x = ops.linear(y, weight[:size], None)
+            delta = ops.linear(y, weight[:size], None)
             wait()
-        return x
+        return x + delta
 
     def in_fp8(x: torch.Tensor, wait: Callable[[], None]) -> torch.Tensor:
         x, delta = x.clone(), x

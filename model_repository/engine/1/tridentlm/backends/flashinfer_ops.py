@@ -8,7 +8,7 @@ import flashinfer
 import torch
 import torch.nn.functional as F
 
-from tridentlm.backends import fp8_kernels
+from tridentlm.backends import fp8_kernels, norm_silu
 from tridentlm.backends.base import Rounded
 from tridentlm.backends.fp8_product import few_rows_product
 from tridentlm.backends.kernels import INPUT_BLOCK, vector_product
@@ -32,6 +32,8 @@ class FlashInferOps:
     def add_rms_norm(
         self, x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        if len(x) <= norm_silu.MOST_ROWS:
+            return norm_silu.add_rms_norm(x, delta, weight, eps)
         flashinfer.fused_add_rmsnorm(delta, x, weight, eps)
         return x, delta
 
@@ -43,6 +45,8 @@ class FlashInferOps:
         return F.linear(x, weight, bias)
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        if len(gate_up) <= norm_silu.MOST_ROWS:
+            return norm_silu.silu_mul(gate_up)
         product: torch.Tensor = flashinfer.silu_and_mul(gate_up)
         return product
 
