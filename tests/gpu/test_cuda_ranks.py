@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests.gpu.conftest import make_model
-from tests.gpu.test_cuda_engine import PAGE, PAGES, SETTINGS, answers, prompts, worst_error
+from tests.gpu.test_cuda_engine import PAGE, PAGES, SETTINGS, answers, assert_near, prompts
 from tests.gpu.test_cuda_greedy import TOKENS, greedy, ties
 from tests.models.conftest import Reference
 from tests.models.plans import Chunk, PlanMaker
@@ -32,7 +32,7 @@ END_SECONDS = 10.0
 
 
 class Ranks:
-    """Several ranks as `worst_error` sees a runner: the leader's logits, computed by all."""
+    """Several ranks as `assert_near` sees a runner: the leader's logits, computed by all."""
 
     def __init__(self, runner: ParallelRunner) -> None:
         self.runner = runner
@@ -66,9 +66,7 @@ def test_logits_of_two_ranks_are_near_those_of_transformers(
     """Over a prefill, a chunk beside decodes, and decodes in graphs of several sizes."""
     model, runner = pair
     assert (runner.device, runner._runner.backend) == ("cuda", "flashinfer")
-    error = worst_error(Ranks(runner), model)
-    print(f"relative error {error:.4f}")
-    assert error < 2e-2
+    assert_near(Ranks(runner), model, 2e-2)
 
 
 def test_overlap_changes_no_token_of_two_ranks(pair: tuple[Reference, ParallelRunner]) -> None:
