@@ -179,9 +179,10 @@ def _decode(
         next_context = tl.load(context_lens + following)
         raw, turn = qkv + row.to(tl.int64) * width, rotary + (context - 1) * HEAD_DIM
         queries = _rotated(raw, qk_norm, turn, head_of, eps, HEAD_DIM, NORM)
+        queries = queries.to(qkv.dtype.element_ty)
         key = _rotated(raw, qk_norm, turn, key_head, eps, HEAD_DIM, NORM)
         value = tl.load(raw + (heads + KV_HEADS + head) * HEAD_DIM + column)[None]
-        # As later steps will read them.
+        # As later steps will read them: rounded once.
         key, value = key.to(k_cache.dtype.element_ty), value.to(v_cache.dtype.element_ty)
         last_slot = tl.load(tile_slots + row_end - 1).to(tl.int64) + (context - 1) % TILE
         stop = tl.minimum(row_end, end)
@@ -258,7 +259,8 @@ def _decode(
 
 @triton.jit
 def _rotated(raw, qk_norm, turn, head, eps, HEAD_DIM: tl.constexpr, NORM: tl.constexpr):
-    """Some heads of one token, normed and rotated as by `kernels.rope_store`: [heads, HEAD_DIM]."""
+    """Some heads of one token, normed and rotated as by `kernels.rope_store`: float32 [heads,
+    HEAD_DIM]."""
     HALF: tl.constexpr = HEAD_DIM // 2
     lane = tl.arange(0, HALF)
     place = head[:, None] * HEAD_DIM + lane
@@ -269,5 +271,5 @@ def _rotated(raw, qk_norm, turn, head, eps, HEAD_DIM: tl.constexpr, NORM: tl.con
         low = (low * scale).to(raw_low.dtype) * tl.load(qk_norm + place).to(tl.float32)
         high = (high * scale).to(raw_low.dtype) * tl.load(qk_norm + place + HALF).to(tl.float32)
     cos, sin = tl.load(turn + lane)[None], tl.load(turn + HALF + lane)[None]
-    both = tl.join(low * cos - high * sin, high * cos + low * sin).to(raw_low.dtype)
+    both = tl.join(low * cos - high * sin, high * cos + low * sin)
     return both.permute(0, 2, 1).reshape(head.shape[0], HEAD_DIM)
