@@ -17,7 +17,7 @@ from typing import Protocol
 
 import torch
 
-from tridentlm.models.config import ModelConfig
+from tridentlm.models.config import Experts, ModelConfig
 
 
 class KVCache:
@@ -119,6 +119,21 @@ class Ops(Protocol):
         """x @ (weight * scale).T for weight e4m3 [out, in], scale float32 [out].
 
         On a device that multiplies e4m3 numbers of these sizes. Returns [T, out] in `dtype`.
+        """
+        ...
+
+    def mix_experts(
+        self,
+        x: torch.Tensor,
+        logits: torch.Tensor,
+        experts: Experts,
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
+    ) -> torch.Tensor:
+        """What the experts that each token likes best make of it, weighted. Returns [T, hidden].
+
+        x [T, hidden], logits [T, experts], gate_up [experts, 2 * inner, hidden] with the gate
+        first, down [experts, hidden, inner]. A token's result does not depend on its neighbours.
         """
         ...
 

@@ -8,11 +8,14 @@ import flashinfer
 import torch
 import torch.nn.functional as F
 
-from tridentlm.backends import fp8_kernels, norm_silu
+from tridentlm.backends import expert_kernels, fp8_kernels, norm_silu
 from tridentlm.backends.base import Rounded
+from tridentlm.backends.expert_product import few_rows_experts
 from tridentlm.backends.fp8_product import few_rows_product
 from tridentlm.backends.kernels import INPUT_BLOCK, vector_product
+from tridentlm.models.config import Experts
 from tridentlm.models.fp8 import scaled_product
+from tridentlm.models.moe import grouped_product
 
 
 class FlashInferOps:
@@ -73,3 +76,21 @@ class FlashInferOps:
             return fp8_kernels.scaled_vector_product(x, weight, scale, dtype)
         y = few_rows_product(x, weight, scale, dtype)
         return scaled_product(x, weight, scale, dtype) if y is None else y
+
+    def mix_experts(
+        self,
+        x: torch.Tensor,
+        logits: torch.Tensor,
+        experts: Experts,
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
+    ) -> torch.Tensor:
+        weights, chosen = expert_kernels.route(
+            logits, experts.per_token, experts.normalized, x.dtype
+        )
+        tokens, places, ends = expert_kernels.sort_choices(chosen, experts.count)
+        out = few_rows_experts(x, tokens, ends, gate_up, down)
+        if out is None:
+            inner = self.silu_mul(grouped_product(x.index_select(0, tokens), gate_up, ends))
+            out = grouped_product(inner, down, ends)
+        return expert_kernels.combine(out, weights, places)

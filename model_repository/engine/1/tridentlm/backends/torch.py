@@ -18,7 +18,9 @@ import torch.nn.functional as F
 
 from tridentlm.backends.base import KVCache, Rounded
 from tridentlm.core.plan import I32, StepPlan
+from tridentlm.models.config import Experts
 from tridentlm.models.fp8 import round_rows, scaled_product
+from tridentlm.models.moe import grouped_product
 from tridentlm.models.rotary import rotary_frequencies
 
 GROUP_TOKENS = 16384
@@ -72,6 +74,28 @@ class TorchOps:
         self, x: Rounded, weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
     ) -> torch.Tensor:
         return scaled_product(x, weight, scale, dtype)
+
+    def mix_experts(
+        self,
+        x: torch.Tensor,
+        logits: torch.Tensor,
+        experts: Experts,
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
+    ) -> torch.Tensor:
+        weights, chosen = logits.softmax(-1, dtype=torch.float32).topk(experts.per_token)
+        if experts.normalized:
+            weights = weights / weights.sum(-1, keepdim=True)
+        ranked, order = chosen.flatten().sort(stable=True)
+        numbers = torch.arange(experts.count, device=x.device)
+        ends = torch.searchsorted(ranked, numbers, right=True, out_int32=True)
+        rows = x.index_select(0, order // experts.per_token)
+        inner = self.silu_mul(grouped_product(rows, gate_up, ends))
+        out = grouped_product(inner, down, ends)
+        # Back in the tokens' order, so that a token's sum does not depend on its neighbours.
+        unsorted = torch.empty_like(out).index_copy_(0, order, out)
+        by_token = unsorted.view(*chosen.shape, x.shape[1])
+        return torch.bmm(weights.to(x.dtype)[:, None], by_token).squeeze(1)
 
 
 class TorchBackend:

@@ -59,24 +59,8 @@ class ExpertBlock:
     ) -> None:
         self._experts, self._ops = experts, ops
         self._router, self._gate_up, self._down = router, gate_up, down
-        self._numbers = torch.arange(experts.count, device=router.device)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, hidden] to [T, hidden]."""
-        weights, chosen = self._route(x)
-        ranked, order = chosen.flatten().sort(stable=True)
-        ends = torch.searchsorted(ranked, self._numbers, right=True, out_int32=True)
-        rows = x.index_select(0, order // self._experts.per_token)
-        inner = self._ops.silu_mul(grouped_product(rows, self._gate_up, ends))
-        out = grouped_product(inner, self._down, ends)
-        # Back in the tokens' order, so that a token's sum does not depend on its neighbours.
-        unsorted = torch.empty_like(out).index_copy_(0, order, out)
-        return torch.bmm(weights[:, None], unsorted.view(*chosen.shape, x.shape[1])).squeeze(1)
-
-    def _route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The weights and numbers of each token's experts, [T, per_token] both."""
-        scores = self._ops.linear(x, self._router, None).softmax(-1, dtype=torch.float32)
-        weights, chosen = scores.topk(self._experts.per_token)
-        if self._experts.normalized:
-            weights = weights / weights.sum(-1, keepdim=True)
-        return weights.to(x.dtype), chosen
+        logits = self._ops.linear(x, self._router, None)
+        return self._ops.mix_experts(x, logits, self._experts, self._gate_up, self._down)
