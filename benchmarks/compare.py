@@ -26,6 +26,7 @@ from benchmarks.offline import Clock, Job, engine_parser, engine_settings, gpu_n
 from benchmarks.record import write
 from tridentlm.engine import Engine, build_runner
 from tridentlm.hub import resolve_model
+from tridentlm.startup import settle
 
 Rates = list[float]
 TEMPERATURE = 0.6
@@ -36,6 +37,7 @@ def run_ours(arguments: argparse.Namespace, job: Job) -> Rates:
     runner, _ = build_runner(settings)
     clock = Clock(runner)
     engine = Engine.from_settings(clock, settings)
+    settle()
     runs = (run(engine, clock, job, i * len(job.prompts)) for i in range(arguments.runs))
     return [float(result["tok_s"]) for result in runs]
 

@@ -28,6 +28,7 @@ from benchmarks.offline import (
 from benchmarks.record import write
 from tridentlm.core.request import Request
 from tridentlm.engine import Engine, build_runner
+from tridentlm.startup import settle
 
 CONTEXT, TOKENS = 512, 256
 WARM_STEPS = 16
@@ -70,6 +71,7 @@ def main() -> None:
     settings = engine_settings(parser, arguments)
     runner, model = build_runner(settings)
     engine = Engine.from_settings(runner, settings)
+    settle()
     token_seconds(engine, 0)
     runs = [round(1e3 * token_seconds(engine, 1 + i), 4) for i in range(arguments.runs)]
     median = statistics.median(runs)

@@ -32,6 +32,7 @@ from tridentlm.core.runner import PendingStep, Runner
 from tridentlm.engine import Engine, build_runner
 from tridentlm.hub import resolve_model
 from tridentlm.models.config import ModelConfig
+from tridentlm.startup import settle
 
 LARGEST_ID = 10_000
 PREFILL_STEPS, DECODE_STEPS = 8, 32
@@ -82,6 +83,8 @@ class Clock:
     launch_seconds: float = 0.0
     wait_seconds: float = 0.0
     steps: int = 0
+    decodes: int = 0
+    """Rows of the last step, if all are decodes."""
 
     def __post_init__(self) -> None:
         runner = self.runner
@@ -93,6 +96,7 @@ class Clock:
         pending = self.runner.launch(plan)
         self.launch_seconds += time.perf_counter() - started
         self.steps += 1
+        self.decodes = plan.num_rows if plan.num_rows == len(plan.token_ids) else 0
         return _Waited(self, pending)
 
 
@@ -172,18 +176,31 @@ def run(engine: Engine, clock: Clock, job: Job, first_id: int) -> dict[str, Any]
     started = time.perf_counter()
     for request in job.requests(engine.limits.vocab_size, first_id):
         engine.add(request)
+    with_all_rows: list[tuple[float, float]] = []  # seconds of scheduling and of launching
     while engine.has_work:
+        clock.decodes, began = 0, time.perf_counter()
+        before = clock.launch_seconds, clock.wait_seconds
         output = engine.step()
         received += 0 if output is None else len(output.ids)
+        launched = clock.launch_seconds - before[0]
+        if clock.decodes == len(job.prompts):
+            spent = time.perf_counter() - began - (clock.wait_seconds - before[1])
+            with_all_rows.append((spent - launched, launched))
     seconds = time.perf_counter() - started
     assert received == job.tokens_out, f"{received} tokens instead of {job.tokens_out}"
     schedule = seconds - clock.launch_seconds - clock.wait_seconds
     parts = {"schedule": schedule, "launch": clock.launch_seconds, "wait": clock.wait_seconds}
+    host = np.round(1e3 * np.median(with_all_rows or [(0.0, 0.0)], 0), 3).tolist()
     return {
         "tok_s": round(job.tokens_out / seconds, 1),
         "seconds": round(seconds, 3),
         "steps": clock.steps,
         "step_ms": {name: round(1e3 * spent / clock.steps, 3) for name, spent in parts.items()},
+        "with_all_rows": {
+            "steps": len(with_all_rows),
+            "schedule_ms": host[0],
+            "launch_ms": host[1],
+        },
     }
 
 
@@ -238,6 +255,7 @@ def main() -> None:
     load_seconds = time.perf_counter() - started
     clock, job = Clock(runner), Job.make(arguments.requests, longest=arguments.longest)
     engine = Engine.from_settings(clock, settings)
+    settle()
     runs = []
     for index in range(arguments.runs):
         runs.append(run(engine, clock, job, index * len(job.prompts)))

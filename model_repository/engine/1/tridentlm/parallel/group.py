@@ -106,15 +106,19 @@ class DistributedGroup(Group):
     def wait_until_loaded(self) -> None:
         self._wait_until_loaded()
 
-    def close(self) -> None:
-        """Lets go of the other ranks, dead or alive. CUDA Graphs with this group must be gone."""
+    def close(self, patience: float = ABORT_SECONDS) -> None:
+        """Lets go of the other ranks, dead or alive. CUDA Graphs with this group must be gone.
+
+        An end that takes longer than `patience` s goes on in a thread, which a process that ends by
+        `os._exit` may ignore; one that frees its objects could free them under that thread.
+        """
         if self._nccl is None:
             return
         # An orderly end would wait for the others, and any end waits for graphs: for ever, where a
         # failure still holds one. The process may end meanwhile.
         ending = threading.Thread(target=self._nccl.abort, daemon=True)
         ending.start()
-        ending.join(ABORT_SECONDS)
+        ending.join(patience)
 
 
 def open_store(folder: Path, timeout: float) -> Any:

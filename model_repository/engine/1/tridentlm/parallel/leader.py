@@ -32,6 +32,7 @@ from tridentlm.parallel.group import DistributedGroup, open_store
 from tridentlm.runner import ModelRunner
 
 JOIN_LOOK_SECONDS = 0.1
+END_SECONDS = 10.0
 
 
 class ParallelRunner:
@@ -80,7 +81,7 @@ class ParallelRunner:
         self._runner.close()  # waits for what is launched, and frees the graphs, while all live
         self._followers.stop()
         if self._group is not None:
-            self._group.close()
+            self._group.close(END_SECONDS)
         self._followers.wait()
 
     def _load(self, settings: EngineSettings, files: ModelFiles) -> ModelRunner:
