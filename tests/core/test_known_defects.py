@@ -31,9 +31,9 @@ from tridentlm.errors import InvalidRequest
 class NoHolding(Scheduler):
     """Admits prompts that share a prefix side by side, so that both compute it."""
 
-    def _admit(self, pending: I64) -> None:
+    def _admit(self, pending: I64) -> bool:
         self._admission._next_page = lambda slot: None  # type: ignore[method-assign]
-        super()._admit(pending)
+        return super()._admit(pending)
 
 
 def twins(scheduler: type[Scheduler]) -> Driver:

@@ -33,7 +33,7 @@ from tridentlm.core.request import Limits
 from tridentlm.eager import PendingTokens, output_rows
 from tridentlm.logprobs import measure
 from tridentlm.models.decoder import Decoder
-from tridentlm.sampling import has_filters, sample, uniforms
+from tridentlm.sampling import draws, has_filters, sample
 from tridentlm.staging import Staging
 from tridentlm.steparrays import decode_layout, idle_plan, mixed_layout, padded, page_list
 
@@ -142,7 +142,7 @@ class CudaExecutor:
             "slots": padded(plan.slots, size, self._spare_slot),
             "context_lens": context,
             "temperature": padded(plan.temperature, size, 0),
-            "uniform": padded(uniforms(plan.seeds, plan.sample_positions), size, 0),
+            "uniform": padded(draws(plan), size, 0),
         }
         self._staging.send(
             self._decode_layout, arrays | self._backend.decode_arrays(tables, context)
@@ -184,7 +184,7 @@ class CudaExecutor:
             "slots": plan.slots[plan.sampled],
             "rows": wanted[: len(plan.sampled) or 1],
             "temperature": plan.temperature,
-            "uniform": uniforms(plan.seeds, plan.sample_positions),
+            "uniform": draws(plan),
             "prefill_pages": pages,
         }
         arrays |= self._backend.decode_arrays(

@@ -29,9 +29,11 @@ CutTail = Callable[[torch.Tensor, npt.NDArray[np.int32], F32], torch.Tensor]
 """top-k and top-p: weights [n, vocab], top_k and top_p [n] -> the weights, 0 outside of the cut."""
 
 _MULTIPLIERS = np.array([0xD2511F53, 0xCD9E8D57], np.uint64)[:, None]
-_WEYL = np.array([0x9E3779B9, 0xBB67AE85], np.uint32)[:, None]
 _LOW = np.uint64(0xFFFFFFFF)
 _32 = np.uint64(32)
+_ROUNDS = np.arange(10, dtype=np.uint64)[:, None, None]
+_WEYL = _ROUNDS * np.array([0x9E3779B9, 0xBB67AE85], np.uint64)[:, None] & _LOW
+"""What each round adds to the key."""
 
 
 def philox(seeds: U64, counters: U64) -> U32:
@@ -40,14 +42,13 @@ def philox(seeds: U64, counters: U64) -> U32:
     seeds [n] are the 64-bit keys, counters [n] the low 64 bits of the 128-bit counters. Returns the
     four output words, uint32 [4, n].
     """
-    key = np.stack((seeds & _LOW, seeds >> _32)).astype(np.uint32)
-    even = np.stack((counters & _LOW, np.zeros_like(counters)))  # words 0 and 2
-    odd = np.stack((counters >> _32, np.zeros_like(counters)))  # words 1 and 3
-    for _ in range(10):
+    keys = np.stack((seeds & _LOW, seeds >> _32)) + _WEYL & _LOW
+    even, odd = (np.zeros((2, len(counters)), np.uint64) for _ in range(2))
+    even[0], odd[0] = counters & _LOW, counters >> _32  # words 0 and 2, words 1 and 3
+    for key in keys:
         product = even * _MULTIPLIERS
         even = (product >> _32)[::-1] ^ odd ^ key
         odd = (product & _LOW)[::-1]
-        key = key + _WEYL
     words: U32 = np.stack((even[0], odd[0], even[1], odd[1])).astype(np.uint32)
     return words
 
@@ -57,6 +58,13 @@ def uniforms(seeds: U64, positions: I64) -> F32:
     words = philox(seeds, positions.astype(np.uint64))[0]
     scaled: F32 = (words >> np.uint32(8)).astype(np.float32) * np.float32(2**-24)
     return scaled
+
+
+def draws(plan: StepPlan) -> F32:
+    """The random number of each row that samples; greedy batches, which use none, get zeros."""
+    if not plan.temperature.any():
+        return np.zeros(len(plan.temperature), np.float32)
+    return uniforms(plan.seeds, plan.sample_positions)
 
 
 def sample(logits: torch.Tensor, plan: StepPlan, cut_tail: CutTail | None = None) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +25,7 @@ class Field:
 
     @property
     def size(self) -> int:
-        return int(np.prod(self.shape))
+        return math.prod(self.shape)
 
 
 Layout = Mapping[str, Field]
@@ -56,6 +57,7 @@ class Staging:
             torch.zeros(words, dtype=torch.int32, pin_memory=device.type == "cuda")
             for _ in range(turns)
         ]
+        self._hosts = [pinned.numpy() for pinned in self._pinned]
         self._copied: list[Any] = [torch.cuda.Event() for _ in range(turns)]  # type: ignore[no-untyped-call]
         self._turn = 0
 
@@ -71,18 +73,18 @@ class Staging:
         """
         self._turn = (self._turn + 1) % len(self._pinned)
         self._copied[self._turn].synchronize()
-        pinned = self._pinned[self._turn]
-        host = pinned.numpy()
+        pinned, host = self._pinned[self._turn], self._hosts[self._turn]
         end = 0
         for name, array in arrays.items():
             field = layout[name]
-            words = host[field.offset : field.offset + field.size].view(array.dtype)
+            words = array.view(np.int32)
             if array.ndim == 2:
-                words = words.reshape(field.shape)
-                words[: len(array), : array.shape[1]] = array
-                end = max(end, field.offset + len(array) * field.shape[1])
+                stop = field.offset + len(array) * field.shape[1]
+                rows = host[field.offset : stop].reshape(-1, field.shape[1])
+                rows[:, : array.shape[1]] = words
             else:
-                words[: len(array)] = array
-                end = max(end, field.offset + len(array))
+                stop = field.offset + len(array)
+                host[field.offset : stop] = words
+            end = max(end, stop)
         self._buffer[:end].copy_(pinned[:end], non_blocking=True)
         self._copied[self._turn].record()

@@ -76,6 +76,8 @@ def idle_plan() -> StepPlan:
 
 
 def padded(array: npt.NDArray[Any], size: int, value: int) -> npt.NDArray[Any]:
+    if len(array) == size:
+        return array
     padded = np.full(size, value, array.dtype)
     padded[: len(array)] = array
     return padded

@@ -73,7 +73,7 @@ class Admission:
         `running`: all running slots; `computing`: those whose prompts are not computed yet. Who
         could share a page that one of these is about to compute waits for it.
         """
-        if not len(self._queue) or budget <= 0 or not self._table.num_free:
+        if budget <= 0 or not self._table.num_free:
             return []
         growth = self._growth(running)
         in_work = {self._next_page(slot) for slot in computing.tolist()}

@@ -116,8 +116,8 @@ class Scheduler:
         slots = self._with_pages()
         pending = self._pending(slots)
         # Newcomers would take the pages that somebody has just been preempted for.
-        if len(slots) == len(self._holders.running) and preemptions == self._holders.preemptions:
-            self._admit(pending)
+        all_fit = len(slots) == len(self._holders.running)
+        if all_fit and preemptions == self._holders.preemptions and self._admit(pending):
             slots = self._holders.running
             pending = self._pending(slots)
         # Decodes first, so that a long prompt's chunks take only what the budget leaves.
@@ -194,10 +194,15 @@ class Scheduler:
             full = full[full != victim]
             self._holders.preempt(int(victim))
 
-    def _admit(self, pending: I64) -> None:
+    def _admit(self, pending: I64) -> bool:
+        """Whether somebody runs now who has waited."""
+        if not len(self._queue):
+            return False
         budget = self._budget(pending) - int(pending.sum())
         running = self._holders.running
-        self._holders.enter(self._admission.admit(running, running[pending > 1], budget))
+        admitted = self._admission.admit(running, running[pending > 1], budget)
+        self._holders.enter(admitted)
+        return bool(admitted)
 
     def commit(self, plan: StepPlan, tokens: I32, logprobs: Logprobs | None = None) -> StepOutput:
         """Takes the tokens of the oldest launched step, int32[S], and tells what came of them."""
