@@ -16,7 +16,6 @@ ends with SiLU.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import torch
@@ -25,14 +24,11 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tridentlm.backends.kernels import starts_early
+from tridentlm.backends.kernels import MOST_STAGES, capacity, starts_early
 
 BLOCK_OUT, BLOCK_IN = 128, 64
 MOST_ROWS = 16
 """Of an expert in the mean."""
-MOST_STAGES = 8
-RESERVED_BYTES = 3072
-"""Of a multiprocessor's shared memory: for what is not a stage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +44,9 @@ class Cut:
 def cut(tokens: int, choices: int, experts: int, tiles: int, sizes: tuple[int, int]) -> Cut:
     """The division for `tiles` of each expert.
 
-    sizes: multiprocessors, and bytes of shared memory for the stages of one. How many rows an
-    expert has is known on the device alone, at most `tokens`. More than block_rows make its weights
-    be read again, so there is room for several times the mean.
+    sizes: `capacity` of the device. How many rows an expert has is known there alone, at most
+    `tokens`. More than block_rows make its weights be read again, so there is room for several
+    times the mean.
     """
     processors, shared_bytes = sizes
     block_rows = 16 if tokens <= 16 else 32 if choices <= 8 * experts else 64
@@ -85,7 +81,7 @@ def few_rows_experts(
         inputs, outputs, is_first = source.shape[1], to.shape[1], source is x
         block_out = BLOCK_OUT // 2 if is_first else BLOCK_OUT
         tiles = triton.cdiv(outputs, block_out)
-        c = cut(len(x), choices, experts, tiles, _sizes(weight.device))
+        c = cut(len(x), choices, experts, tiles, capacity(weight.device))
         _few_rows_experts[(tiles, c.groups)](
             TensorDescriptor.from_tensor(weight.flatten(0, 1), [block_out, BLOCK_IN]),
             *(source, tokens, ends, to, outputs, inputs, is_first, c.by_place),
@@ -96,13 +92,6 @@ def few_rows_experts(
             launch_pdl=starts_early(),
         )
     return out
-
-
-@functools.cache
-def _sizes(device: torch.device) -> tuple[int, int]:
-    """Multiprocessors, and bytes of shared memory for the stages of one."""
-    found = torch.cuda.get_device_properties(device)
-    return found.multi_processor_count, found.shared_memory_per_multiprocessor - RESERVED_BYTES
 
 
 @triton.jit

@@ -22,7 +22,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tridentlm.backends.base import Rounded
-from tridentlm.backends.kernels import starts_early
+from tridentlm.backends.kernels import MOST_STAGES, capacity, starts_early
 
 BLOCK_IN = 128
 ROW_BLOCKS = ((16, 0), (32, 0), (64, 0), (64, 32), (128, 0), (128, 32), (128, 64))
@@ -30,9 +30,7 @@ ROW_BLOCKS = ((16, 0), (32, 0), (64, 0), (64, 32), (128, 0), (128, 32), (128, 64
 kernel to compile."""
 LEAST_INPUTS = 768
 """Of a program that shares a tile."""
-MOST_SPLITS, MOST_STAGES = 8, 8
-RESERVED_BYTES = 3072
-"""Of a multiprocessor's shared memory: for what is not a stage."""
+MOST_SPLITS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,12 +97,10 @@ def few_rows_product(
 
 @functools.cache
 def _resources(device: torch.device) -> tuple[int, int, torch.Tensor]:
-    """Multiprocessors, bytes of shared memory for the stages of one, and a counter for each tile
-    that programs share: how many of them have stored their part."""
-    found = torch.cuda.get_device_properties(device)
-    count = found.multi_processor_count
-    counters = torch.zeros(count, dtype=torch.int32, device=device)
-    return count, found.shared_memory_per_multiprocessor - RESERVED_BYTES, counters
+    """`capacity`, and a counter for each tile that programs share: how many of them have stored
+    their part."""
+    count, shared_bytes = capacity(device)
+    return count, shared_bytes, torch.zeros(count, dtype=torch.int32, device=device)
 
 
 @triton.jit(do_not_specialize=["rows"])

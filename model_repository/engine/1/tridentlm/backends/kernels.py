@@ -20,12 +20,23 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 HEADS_PER_PROGRAM = 4
 VOCAB_BLOCK = 4096
 INPUT_BLOCK = 512
+MOST_STAGES = 8
+"""Of loading, in a product's kernel."""
+RESERVED_BYTES = 3072
+"""Of a multiprocessor's shared memory: for what is not a stage."""
 
 
 @functools.cache
 def starts_early() -> bool:
     """Whether the device has programmatic dependent launch."""
     return torch.cuda.get_device_capability()[0] >= 9
+
+
+@functools.cache
+def capacity(device: torch.device) -> tuple[int, int]:
+    """Multiprocessors, and bytes of shared memory for the stages of one."""
+    found = torch.cuda.get_device_properties(device)
+    return found.multi_processor_count, found.shared_memory_per_multiprocessor - RESERVED_BYTES
 
 
 def vector_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
