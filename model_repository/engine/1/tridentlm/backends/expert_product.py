@@ -25,6 +25,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tridentlm.backends.kernels import MOST_STAGES, capacity, starts_early
+from tridentlm.backends.norm_silu import gated
 
 BLOCK_OUT, BLOCK_IN = 128, 64
 MOST_ROWS = 16
@@ -149,7 +150,7 @@ def _few_rows_experts(
             if FIRST:
                 total_up = tl.dot(weights_up, numbers, total_up)
         if FIRST:
-            total = total / (1 + tl.exp(-total)) * total_up
+            total = gated(total, total_up)
         place = row.to(tl.int64) * OUTPUTS + output[:, None]
         stored = live & (output < OUTPUTS)[:, None]
         tl.store(out + place, total.to(out.dtype.element_ty), stored)

@@ -12,6 +12,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tridentlm.backends.base import Rounded
 from tridentlm.backends.kernels import starts_early
+from tridentlm.backends.norm_silu import gated, normed_sum
 from tridentlm.models.fp8 import E4M3, LARGEST, SMALLEST_SCALE
 
 NUMBERS_PER_WARP = 512
@@ -112,14 +113,8 @@ def _add_norm_round(
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
     place, live = row * COLUMNS + lane, lane < COLUMNS
-    total = tl.load(x + place, live, 0.0).to(tl.float32) + tl.load(delta + place, live, 0.0)
-    total = total.to(x.dtype.element_ty)
-    tl.store(x + place, total, live)
-    wide = total.to(tl.float32)
-    normed = wide * tl.rsqrt(tl.sum(wide * wide, 0) / COLUMNS + eps)
-    # As `TorchOps` rounds: before the weight and after it.
-    normed = normed.to(total.dtype).to(tl.float32) * tl.load(weight + lane, live, 0.0)
-    numbers = normed.to(total.dtype).to(tl.float32)
+    factor = tl.load(weight + lane, live, 0.0)
+    numbers = normed_sum(x, delta, factor, eps, place, live, COLUMNS)
     scale = _scale(numbers, input_scale, STATIC, LARGEST, SMALLEST_SCALE)
     tl.store(scales + row, scale)
     tl.store(values + place, _round(numbers, scale, LARGEST), live)
@@ -147,7 +142,7 @@ def _silu_mul_round(
     source = gate_up + row * 2 * COLUMNS + lane
     gate = tl.load(source, live, 0.0).to(tl.float32)
     up = tl.load(source + COLUMNS, live, 0.0)
-    numbers = (gate / (1 + tl.exp(-gate)) * up).to(up.dtype).to(tl.float32)
+    numbers = gated(gate, up).to(up.dtype).to(tl.float32)
     scale = _scale(numbers, input_scale, STATIC, LARGEST, SMALLEST_SCALE)
     tl.store(scales + row, scale)
     tl.store(values + row * COLUMNS + lane, _round(numbers, scale, LARGEST), live)

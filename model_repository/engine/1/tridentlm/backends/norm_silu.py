@@ -43,6 +43,24 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 @triton.jit
+def normed_sum(x, delta, factor, eps, place, live, COLUMNS: tl.constexpr):
+    """Stores a row of x + delta in x and returns its norm, in float32, as `TorchOps` rounds it:
+    before the weight, which is `factor`, and after it."""
+    total = tl.load(x + place, live, 0.0).to(tl.float32) + tl.load(delta + place, live, 0.0)
+    total = total.to(x.dtype.element_ty)
+    tl.store(x + place, total, live)
+    wide = total.to(tl.float32)
+    normed = wide * tl.rsqrt(tl.sum(wide * wide, 0) / COLUMNS + eps)
+    return (normed.to(total.dtype).to(tl.float32) * factor).to(total.dtype).to(tl.float32)
+
+
+@triton.jit
+def gated(gate, up):
+    """silu(gate) * up, in float32."""
+    return gate / (1 + tl.exp(-gate)) * up
+
+
+@triton.jit
 def _add_norm(
     x, delta, weight, eps, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
 ):
@@ -50,17 +68,11 @@ def _add_norm(
     place, live = tl.program_id(0).to(tl.int64) * COLUMNS + lane, lane < COLUMNS
     if EARLY:
         gdc_launch_dependents()
-    factor = tl.load(weight + lane, live, 0.0).to(tl.float32)
+    factor = tl.load(weight + lane, live, 0.0)
     if EARLY:
         gdc_wait()
-    total = tl.load(x + place, live, 0.0).to(tl.float32) + tl.load(delta + place, live, 0.0)
-    total = total.to(x.dtype.element_ty)
-    tl.store(x + place, total, live)
-    wide = total.to(tl.float32)
-    normed = wide * tl.rsqrt(tl.sum(wide * wide, 0) / COLUMNS + eps)
-    # As `TorchOps` rounds: before the weight and after it.
-    normed = normed.to(total.dtype).to(tl.float32) * factor
-    tl.store(delta + place, normed.to(total.dtype), live)
+    normed = normed_sum(x, delta, factor, eps, place, live, COLUMNS)
+    tl.store(delta + place, normed.to(x.dtype.element_ty), live)
 
 
 @triton.jit
@@ -74,5 +86,4 @@ def _silu_mul(gate_up, out, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, EARLY: t
     source = gate_up + row * 2 * COLUMNS + lane
     gate = tl.load(source, live, 0.0).to(tl.float32)
     up = tl.load(source + COLUMNS, live, 0.0).to(tl.float32)
-    product = gate / (1 + tl.exp(-gate)) * up
-    tl.store(out + row * COLUMNS + lane, product.to(out.dtype.element_ty), live)
+    tl.store(out + row * COLUMNS + lane, gated(gate, up).to(out.dtype.element_ty), live)
