@@ -133,8 +133,7 @@ class CudaExecutor:
         """Fills the staging buffer for the graph of `size`."""
         spare = self._backend.spare_page
         context = padded(plan.context_lens, size, 1)
-        tables = np.full((size, plan.block_tables.shape[1]), spare, np.int32)
-        tables[: plan.num_rows] = plan.block_tables
+        tables = padded(plan.block_tables, size, spare)
         arrays: dict[str, npt.NDArray[Any]] = {
             "token_ids": padded(plan.token_ids, size, 0),
             "positions": padded(plan.positions, size, 0),

@@ -76,9 +76,10 @@ def idle_plan() -> StepPlan:
 
 
 def padded(array: npt.NDArray[Any], size: int, value: int) -> npt.NDArray[Any]:
+    """`array`, and rows of `value` up to `size`."""
     if len(array) == size:
         return array
-    padded = np.full(size, value, array.dtype)
+    padded = np.full((size, *array.shape[1:]), value, array.dtype)
     padded[: len(array)] = array
     return padded
 
