@@ -190,17 +190,16 @@ def run(engine: Engine, clock: Clock, job: Job, first_id: int) -> dict[str, Any]
     assert received == job.tokens_out, f"{received} tokens instead of {job.tokens_out}"
     schedule = seconds - clock.launch_seconds - clock.wait_seconds
     parts = {"schedule": schedule, "launch": clock.launch_seconds, "wait": clock.wait_seconds}
-    host = np.round(1e3 * np.median(with_all_rows or [(0.0, 0.0)], 0), 3).tolist()
+    with_all: dict[str, float] = {"steps": len(with_all_rows)}
+    if with_all_rows:
+        median = np.round(1e3 * np.median(with_all_rows, 0), 3).tolist()
+        with_all |= dict(zip(("schedule_ms", "launch_ms"), median, strict=True))
     return {
         "tok_s": round(job.tokens_out / seconds, 1),
         "seconds": round(seconds, 3),
         "steps": clock.steps,
         "step_ms": {name: round(1e3 * spent / clock.steps, 3) for name, spent in parts.items()},
-        "with_all_rows": {
-            "steps": len(with_all_rows),
-            "schedule_ms": host[0],
-            "launch_ms": host[1],
-        },
+        "with_all_rows": with_all,
     }
 
 

@@ -1,6 +1,6 @@
 """Norm and SiLU of few rows, in the language Triton. They start while the product before them ends,
-and spread a row over as much of the GPU as it takes: a layer of Qwen3-8B's products with what lies
-between them takes 2 to 5 us less than with FlashInfer's (an H200, 1 to 256 rows: of 102 to 170).
+and several programs share a row of SiLU: a layer of Qwen3-8B's products with what lies between them
+takes 2 to 5 us less than with FlashInfer's (an H200, 1 to 256 rows: of 102 to 170).
 
 Many rows are FlashInfer's: there the time is that of reading and writing them.
 """
