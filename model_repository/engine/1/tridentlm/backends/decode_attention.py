@@ -1,12 +1,12 @@
 """Attention of decode rows, whose work is cut into equal shares however unlike the rows are.
 
-A tile is 64 tokens of one row. The tiles of all rows lie end to end, and each of W workers takes an
-equal share of them, for one KV head. A row within one share is finished by its worker; of a row
-that crosses borders each worker leaves a part, and the last one to come adds the parts up.
+A tile is 64 tokens of one row. The tiles of all rows lie end to end, each row's after a gap as long
+as what a row takes besides, and each of W workers takes an equal share of the line, for one KV
+head. A row within one share is finished by its worker; of a row that crosses borders each worker
+leaves a part, and the last one to come adds the parts up.
 
-    rows      |    0    | 1 |       2        |  3  |     tile_starts = 0, 5, 7, 15, 18
-    workers   |    0    |    1    |    2    |  3   |     shares of 5 tiles
-                             |  part   |part|            of row 2: workers 1, 2 and 3
+    rows      ....0000000000....1111....2222222222222222....333333     tile_starts = 0, 5, 7, 15, 18
+    workers   |     0     |      1      |     2     |      3      |    parts: of rows 0 and 2
 
 The worker of a row's last tile also norms, rotates and stores the token that the step computes, and
 adds it to what it has read of the others.
@@ -33,6 +33,8 @@ PROGRAMS_PER_PROCESSOR = 2
 """As many as shared memory has room for, at heads of 128."""
 STAGES = 5
 """Of loading: page numbers take two, keys and values the rest."""
+ROW_COST = 192
+"""What a row takes besides, in tokens: its queries are made ready, its result is stored."""
 FEWEST_QUERIES = 16
 """Of a tensor core's product."""
 LOG2_E = 1.4426950408889634
@@ -116,6 +118,7 @@ def decode_attention(
         window,
         qk_norm is not None,
         STAGES,
+        ROW_COST // min(page_size, LONGEST_TILE),
         early,
         num_warps=4,
         launch_pdl=early,
@@ -150,17 +153,19 @@ def _decode(
     WINDOW: tl.constexpr,
     NORM: tl.constexpr,
     STAGES: tl.constexpr,
+    GAP: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     if EARLY:
         gdc_launch_dependents()
     worker, head = tl.program_id(0), tl.program_id(1)
-    total = tl.load(tile_starts + rows)
-    share = tl.cdiv(total, tl.num_programs(0))
-    begin, end = worker * share, tl.minimum((worker + 1) * share, total)
+    total = (tl.load(tile_starts + rows) + rows * GAP).to(tl.int64)
+    workers = tl.minimum(tl.num_programs(0), total)  # those with a share
+    begin = (worker * total // workers).to(tl.int32)
+    end = tl.minimum((worker + 1) * total // workers, total).to(tl.int32)
     index = tl.arange(0, ROWS)
-    row = tl.sum((tl.load(tile_starts + index, index < rows, total) <= begin).to(tl.int32), 0) - 1
-    row = tl.minimum(row, rows - 1)  # of a worker without tiles
+    starts = tl.load(tile_starts + index, index < rows, 0) + index * GAP
+    row = tl.sum(((starts <= begin) & (index < rows)).to(tl.int32), 0) - 1
     lane, column, query = tl.arange(0, TILE), tl.arange(0, HEAD_DIM), tl.arange(0, QUERIES)
     live = query < GROUP
     part = query[:, None] * HEAD_DIM + column
@@ -170,9 +175,11 @@ def _decode(
     key_head = heads + head + tl.zeros((1,), tl.int32)
     if EARLY:
         gdc_wait()
-    tile, row_start, row_end = begin, tl.load(tile_starts + row), tl.load(tile_starts + row + 1)
+    row_start, row_end = tl.load(tile_starts + row), tl.load(tile_starts + row + 1)
     context = tl.load(context_lens + row)
-    while tile < end:
+    gaps = (row + 1) * GAP  # up to the row's first tile
+    tile = tl.maximum(begin - gaps, row_start)
+    while tile < end - gaps:
         # Loads that are needed late start here, beside those of the tiles.
         following = tl.minimum(row + 1, rows - 1)
         next_end = tl.load(tile_starts + following + 1)
@@ -185,10 +192,11 @@ def _decode(
         # As later steps will read them: rounded once.
         key, value = key.to(k_cache.dtype.element_ty), value.to(v_cache.dtype.element_ty)
         last_slot = tl.load(tile_slots + row_end - 1).to(tl.int64) + (context - 1) % TILE
-        stop = tl.minimum(row_end, end)
+        stop = tl.minimum(row_end, end - gaps)
         turned = tl.trans(queries)
         highest = tl.full((QUERIES,), LOWEST, tl.float32)
-        weight = tl.zeros((QUERIES,), tl.float32)
+        # Added up only in the end, since tokens lie in different warps.
+        weights_by_lane = tl.zeros((TILE, QUERIES), tl.float32)
         values = tl.zeros((HEAD_DIM, QUERIES), tl.float32)
         for number in tl.range(tile, stop, num_stages=STAGES):
             slot = tl.load(tile_slots + number).to(tl.int64)
@@ -205,10 +213,10 @@ def _decode(
             higher = tl.maximum(highest, tl.max(scores, 0))
             weights = tl.exp2(scores - higher[None])
             fading = tl.exp2(highest - higher)
-            weight = weight * fading + tl.sum(weights, 0)
+            weights_by_lane = weights_by_lane * fading[None] + weights
             values = tl.dot(tl.trans(v), weights.to(v.dtype), values * fading[None])
             highest = higher
-        values = tl.trans(values)
+        values, weight = tl.trans(values), tl.sum(weights_by_lane, 0)
         if stop == row_end:
             place = (last_slot // PAGE * KV_HEADS + head) * PAGE + last_slot % PAGE
             place = place * HEAD_DIM + column[None]
@@ -223,7 +231,8 @@ def _decode(
         is_done = True
         if (tile != row_start) | (stop != row_end):
             # A worker has at most two parts: of the row that it finds begun, and of one it begins.
-            first, last = row_start // share, (row_end - 1) // share
+            first = _worker_of(row_start + gaps, workers, total)
+            last = _worker_of(row_end - 1 + gaps, workers, total)
             slot = (2 * worker + (worker == first).to(tl.int32)) * KV_HEADS + head
             sums = part_sums + 2 * slot * QUERIES + query
             tl.store(sums, highest)
@@ -255,6 +264,13 @@ def _decode(
             tl.store(place, (values / weight[:, None]).to(out.dtype.element_ty), live[:, None])
         tile, row = stop, following
         row_start, row_end, context = row_end, next_end, next_context
+        gaps += GAP
+
+
+@triton.jit
+def _worker_of(place, workers, total):
+    """Whose share a place of the line is in: of the last w with w * total // workers <= place."""
+    return (((place.to(tl.int64) + 1) * workers - 1) // total).to(tl.int32)
 
 
 @triton.jit
