@@ -1,9 +1,10 @@
-"""One request alone: the time of a token, in ms, from a context of 512.
+"""One request alone: the time of a token, in ms, from a context of 512, and of a first one.
 
     python -m benchmarks.latency --model benchmarks/models/qwen3-0.6b --load-format dummy
 
 Greedy, 256 tokens, EOS ignored, the median of the runs' means; the first token, which is the
-prompt's, does not count. Any other setting of the engine follows as `name=value`. --profile tells
+prompt's, does not count. It is timed by itself, for prompts of several lengths that no cache holds:
+the median from `add` on. Any other setting of the engine follows as `name=value`. --profile tells
 what the GPU's time goes to.
 """
 
@@ -31,26 +32,43 @@ from tridentlm.engine import Engine, build_runner
 from tridentlm.startup import settle
 
 CONTEXT, TOKENS = 512, 256
+PROMPTS, FIRST_TOKENS = (16, 128, 512, 2048), 15
+"""Lengths, and how often each is timed."""
 WARM_STEPS = 16
 """Before those that are profiled; the prompt's are among them."""
 
 
-def add(engine: Engine, request_id: int) -> None:
+def add(engine: Engine, request_id: int, length: int = CONTEXT, tokens: int = TOKENS) -> None:
     engine.flush_cache()
     rng = np.random.default_rng(request_id)
-    prompt = rng.integers(0, min(10_000, engine.limits.vocab_size), CONTEXT).astype(np.int32)
-    engine.add(Request(request_id, prompt, TOKENS, temperature=0.0))
+    prompt = rng.integers(0, min(10_000, engine.limits.vocab_size), length).astype(np.int32)
+    engine.add(Request(request_id, prompt, tokens, temperature=0.0))
+
+
+def arrivals(engine: Engine) -> list[float]:
+    """When the tokens of the requests came."""
+    times: list[float] = []
+    while engine.has_work:
+        output = engine.step()
+        if output is not None and len(output.ids):
+            times.append(time.perf_counter())
+    return times
 
 
 def token_seconds(engine: Engine, request_id: int) -> float:
     add(engine, request_id)
-    arrivals: list[float] = []
-    while engine.has_work:
-        output = engine.step()
-        if output is not None and len(output.ids):
-            arrivals.append(time.perf_counter())
-    assert len(arrivals) == TOKENS
-    return (arrivals[-1] - arrivals[0]) / (TOKENS - 1)
+    times = arrivals(engine)
+    assert len(times) == TOKENS
+    return (times[-1] - times[0]) / (TOKENS - 1)
+
+
+def first_token_ms(engine: Engine, length: int) -> float:
+    spent = []
+    for index in range(FIRST_TOKENS):
+        started = time.perf_counter()
+        add(engine, 10**5 * length + index, length, 1)
+        spent.append(1e3 * (arrivals(engine)[0] - started))
+    return round(statistics.median(spent), 2)
 
 
 def profile(engine: Engine, device: str, folder: Path) -> dict[str, Any]:
@@ -86,10 +104,15 @@ def main() -> None:
         "context": CONTEXT,
         "token_ms": median,
         "tok_s": round(1e3 / median, 1),
+        "first_token_ms": {
+            length: first_token_ms(engine, length)
+            for length in PROMPTS
+            if length <= engine.limits.max_tokens_held
+        },
         "settings": arguments.settings,
         "runs": runs,
     }
-    print(json.dumps({name: result[name] for name in ("token_ms", "runs")}))
+    print(json.dumps({name: result[name] for name in ("token_ms", "runs", "first_token_ms")}))
     name = result_name("latency", model, settings)
     print(write(name, result))
     if arguments.profile:

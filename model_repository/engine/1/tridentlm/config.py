@@ -28,6 +28,7 @@ _NOT_NEGATIVE = (
     "max_queued_tokens",
     "threads",
     "cuda_graph_max_batch",
+    "cuda_graph_max_tokens",
 )
 _NOT_SIMULATED = {"tp": 1, "quantize": "none", "kv_dtype": "auto"}
 
@@ -66,6 +67,7 @@ class EngineSettings:
     policy: str = "fcfs"
     steps_in_flight: int = 0
     cuda_graph_max_batch: int = 256
+    cuda_graph_max_tokens: int = 512
     threads: int = 0
     runner: str = "model"
     step_ms: float = 5.0

@@ -1,4 +1,5 @@
-"""Steps on a CUDA device: decodes as CUDA Graphs, everything else launched kernel by kernel.
+"""Steps on a CUDA device: decodes as CUDA Graphs, prompts of few tokens by graphs of their parts,
+everything else launched kernel by kernel.
 
 A graph replays the kernels of one batch size at fixed addresses. So a step of B decodes takes the
 graph of the next larger size and fills it up with rows that nobody owns: their page is the cache's
@@ -13,8 +14,10 @@ from __future__ import annotations
 
 import bisect
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -33,11 +36,16 @@ from tridentlm.core.request import Limits
 from tridentlm.eager import PendingTokens, output_rows
 from tridentlm.logprobs import measure
 from tridentlm.models.decoder import Decoder
+from tridentlm.promptgraphs import PromptGraphs
 from tridentlm.sampling import draws, has_filters, sample
 from tridentlm.staging import Staging
 from tridentlm.steparrays import decode_layout, idle_plan, mixed_layout, padded, page_list
 
 logger = logging.getLogger(__name__)
+
+Forward = Callable[[torch.Tensor, FlashInferStep, torch.Tensor | None], torch.Tensor]
+"""`Decoder.forward`."""
+Result = TypeVar("Result")
 
 
 def batch_sizes(largest: int) -> list[int]:
@@ -59,11 +67,16 @@ class _Graph:
 class CudaExecutor:
     """Computes step plans; see `eager.TorchExecutor` for how tokens pass from step to step.
 
-    `graph_sizes`: ascending batch sizes to capture.
+    `graph_sizes`: ascending batch sizes to capture; `prompt_sizes`: those of `PromptGraphs`.
     """
 
     def __init__(
-        self, decoder: Decoder, backend: FlashInferBackend, limits: Limits, graph_sizes: list[int]
+        self,
+        decoder: Decoder,
+        backend: FlashInferBackend,
+        limits: Limits,
+        graph_sizes: list[int],
+        prompt_sizes: list[int],
     ) -> None:
         self._decoder, self._backend, self._device = decoder, backend, backend.device
         self._page_size = limits.page_size
@@ -82,6 +95,7 @@ class CudaExecutor:
         )
         self._staging = Staging(words, self._device)
         self._prefill = Prefill(backend)
+        self._prompts = PromptGraphs(decoder, prompt_sizes, backend.dtype, self._device)
         self._graphs: dict[int, _Graph] = {}
         self._pool: Any = None
 
@@ -89,6 +103,7 @@ class CudaExecutor:
         """Captures the graphs, the largest first: the smaller ones fit into its memory."""
         for size in reversed(self._sizes):
             self._graphs[size] = self._capture(size)
+        self._prompts.capture(lambda part: self._record(part)[0])
         torch.cuda.synchronize(self._device)
 
     def launch(self, plan: StepPlan) -> PendingTokens:
@@ -156,14 +171,22 @@ class CudaExecutor:
             self._backend, rows["positions"], rows["kv_slots"], decode, size, None
         )
         self._send_decodes(idle_plan(), size)
-        self._compute(rows, rows["slots"], step, None)  # no library may set itself up in a capture
+        forward = self._decoder.forward
+        graph, (logits, tokens, _) = self._record(
+            partial(self._compute, forward, rows, rows["slots"], step, None)
+        )
+        return _Graph(graph, logits, tokens)
+
+    def _record(self, compute: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
+        """A graph of what `compute` launches, and where its result will be."""
+        compute()  # no library may set itself up in a capture
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
         # The thread that watches over NCCL may ask the device meanwhile.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            logits, tokens, _ = self._compute(rows, rows["slots"], step, None)
+            result = compute()
         self._pool = self._pool or graph.pool()
-        return _Graph(graph, logits, tokens)
+        return graph, result
 
     def _run_mixed(
         self, plan: StepPlan, lengths: npt.NDArray[Any], decodes: int
@@ -193,6 +216,7 @@ class CudaExecutor:
         fields = {
             name: self._staging.view(layout[name])[: len(array)] for name, array in arrays.items()
         }
+        in_parts = plan.num_tokens <= self._prompts.largest
         step = FlashInferStep(
             self._backend,
             fields["positions"],
@@ -200,6 +224,7 @@ class CudaExecutor:
             self._backend.decode(fields, decodes) if decodes else None,
             decodes,
             self._prefill if decodes < plan.num_rows else None,
+            self._prompts.attended[: plan.num_tokens] if in_parts else None,
         )
         if decodes < plan.num_rows:
             starts = plan.query_starts[decodes:] - decodes
@@ -207,10 +232,12 @@ class CudaExecutor:
         rows = fields["rows"]
         if len(wanted) > len(rows):  # a prompt's places may be more than the buffer holds
             rows = self._to_device(wanted)
-        return self._compute(fields, fields["token_slots"], step, rows)
+        forward = self._prompts.forward if in_parts else self._decoder.forward
+        return self._compute(forward, fields, fields["token_slots"], step, rows)
 
     def _compute(
         self,
+        forward: Forward,
         fields: dict[str, torch.Tensor],
         token_slots: torch.Tensor,
         step: FlashInferStep,
@@ -222,7 +249,7 @@ class CudaExecutor:
         """
         ids = fields["token_ids"]
         ids = torch.where(ids < 0, self._last_token.index_select(0, token_slots), ids)
-        hidden = self._decoder.forward(ids, step, rows)
+        hidden = forward(ids, step, rows)
         count = len(fields["slots"])
         if not count:
             return hidden[:0], self._last_token[:0], hidden

@@ -79,6 +79,8 @@ class ModelRunner:
             )
             weight_bytes = sum(held_bytes(tensor, self._dtype) for tensor in merged.values())
             self._graph_max_batch = min(settings.cuda_graph_max_batch, settings.max_running)
+            most = min(settings.cuda_graph_max_tokens, step_budget(settings, self._device))
+            self._graph_max_tokens = most if self._graph_max_batch else 0
             self._decoder = Decoder(config, merged, self._ops(), group)
         self._end_stage("weights")
         self._graph_bytes = 0
@@ -120,9 +122,9 @@ class ModelRunner:
             torch.cuda.empty_cache()
 
     def _make_executor(
-        self, limits: Limits, num_pages: int, graph_sizes: list[int] | None = None
+        self, limits: Limits, num_pages: int, *, only_largest: bool = False
     ) -> Executor:
-        """`graph_sizes` None: all that the settings allow."""
+        """only_largest: of the graphs."""
         config, page_size = self._decoder.config, limits.page_size
         if self.backend == "torch":
             cache = KVCache(config, num_pages, page_size, self._kv_dtype, self._device)
@@ -130,14 +132,17 @@ class ModelRunner:
             return TorchExecutor(self._decoder, TorchBackend(cache), limits)
         from tridentlm.backends.flashinfer import FlashInferBackend
         from tridentlm.graphs import CudaExecutor, batch_sizes
+        from tridentlm.promptgraphs import token_sizes
 
         cache = KVCache(
             config, num_pages + 1, page_size, self._kv_dtype, self._device, heads_first=True
         )
         backend = FlashInferBackend(cache, self._dtype, limits)
         self._end_stage("cache")
-        sizes = batch_sizes(self._graph_max_batch) if graph_sizes is None else graph_sizes
-        executor = CudaExecutor(self._decoder, backend, limits, sizes)
+        sizes = batch_sizes(self._graph_max_batch), token_sizes(self._graph_max_tokens)
+        if only_largest:
+            sizes = sizes[0][-1:], sizes[1][-1:]
+        executor = CudaExecutor(self._decoder, backend, limits, *sizes)
         before = torch.cuda.memory_reserved(self._device)
         executor.capture()
         self._graph_bytes = torch.cuda.memory_reserved(self._device) - before
@@ -163,8 +168,7 @@ class ModelRunner:
             for size in (1, tokens)  # one token: the kernels of a decode outside a graph
         ]
         pages = max(plan.block_tables.size for plan in plans)
-        largest = [self._graph_max_batch] if self._graph_max_batch else []
-        executor = self._make_executor(limits, pages, largest)
+        executor = self._make_executor(limits, pages, only_largest=True)
         for plan in plans:
             executor.launch(plan).collect()
             executor.launch(with_all_extras(plan, limits)).collect()

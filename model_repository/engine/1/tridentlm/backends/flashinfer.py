@@ -235,7 +235,8 @@ def _prefill_kernel(head_dim: int) -> str:
 class FlashInferStep:
     """Implements `base.StepAttention` for `decodes` decode rows, then the rows of `prefill`.
 
-    decode: how the decode rows attend.
+    decode: how the decode rows attend. out [T, heads * head_dim]: where each layer's results go,
+    None: into memory of their own.
     """
 
     def __init__(
@@ -246,15 +247,18 @@ class FlashInferStep:
         decode: XqaDecode | DecodeRows | None,
         decodes: int,
         prefill: Prefill | None,
+        out: torch.Tensor | None = None,
     ) -> None:
         self._backend, self._positions, self._kv_slots = backend, positions, kv_slots
+        self._out = out
         self._decode, self._decodes, self._prefill = decode, decodes, prefill
 
     def attend(self, layer: int, qkv: torch.Tensor, qk_norm: torch.Tensor | None) -> torch.Tensor:
         backend, decodes = self._backend, self._decodes
         config = backend.config
         turned = qk_norm, config.rms_norm_eps, backend.rotary
-        out = qkv.new_empty(len(qkv), config.num_heads, config.head_dim)
+        size = (len(qkv), config.num_heads, config.head_dim)
+        out = qkv.new_empty(size) if self._out is None else self._out.view(size)
         first = 0
         if isinstance(self._decode, DecodeRows):
             first = decodes

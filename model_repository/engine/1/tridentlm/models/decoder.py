@@ -59,11 +59,38 @@ class Decoder:
 
         token_ids: integers [T]. The last layer leaves out what the other tokens do not need.
         """
-        x = self._embed(token_ids)
-        delta: torch.Tensor | None = None
-        for layer in self._layers[:-1]:
-            x, delta = layer.forward(x, delta, attention)
-        x, delta = self._layers[-1].forward(x, delta, attention, rows)
+        x, qkv = self.begin(token_ids)
+        for layer in range(self.config.num_layers - 1):
+            x, qkv = self.go_on(layer, x, self.attend(layer, qkv, attention))
+        return self.end(x, self.attend(self.config.num_layers - 1, qkv, attention), rows)
+
+    # Its parts, between which attention lies: what they compute depends on their inputs alone.
+
+    def begin(self, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The embeddings [T, hidden_size], and the first layer's q, k and v [T, all heads,
+        head_dim]."""
+        return self._layers[0].enter(self._embed(token_ids), None)
+
+    def attend(self, layer: int, qkv: torch.Tensor, attention: StepAttention) -> torch.Tensor:
+        """[T, heads * head_dim]."""
+        return attention.attend(layer, qkv, self._layers[layer].qk_norm)
+
+    def go_on(
+        self, layer: int, x: torch.Tensor, attended: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """From what `layer` has attended to, to the next one's input and q, k and v.
+
+        x: the layer's own input.
+        """
+        return self._layers[layer + 1].enter(*self._layers[layer].leave(x, attended))
+
+    def end(
+        self, x: torch.Tensor, attended: torch.Tensor, rows: torch.Tensor | None
+    ) -> torch.Tensor:
+        """The last layer's output for `rows`."""
+        if rows is not None:
+            x, attended = x.index_select(0, rows), attended.index_select(0, rows)
+        x, delta = self._layers[-1].leave(x, attended)
         return x + delta
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -94,17 +121,17 @@ class _Layer:
                 bias = None  # the sum over ranks holds it once
             return make_linear(weights, f"layers.{index}.{name}.", bias, dtype, ops)
 
-        self._index, self._ops, self._group = index, ops, group
+        self._ops, self._group = ops, group
         self._eps = config.rms_norm_eps
         self._all_heads = config.num_heads + 2 * config.num_kv_heads
         self._head_dim = config.head_dim
         self._attention_norm = weights.pop(f"layers.{index}.attention_norm")
         self._mlp_norm = weights.pop(f"layers.{index}.mlp_norm")
-        self._qk_norm: torch.Tensor | None = None
+        self.qk_norm: torch.Tensor | None = None
         if config.family.qk_norm:
             q, k = (weights.pop(f"layers.{index}.{name}_norm") for name in "qk")
             both = q.expand(config.num_heads, -1), k.expand(config.num_kv_heads, -1)
-            self._qk_norm = torch.cat(both)
+            self.qk_norm = torch.cat(both)
         self._qkv, self._output = linear("qkv"), linear("output")
         self._experts: ExpertBlock | None = None
         if config.experts is not None and index in config.experts.layers:
@@ -117,22 +144,18 @@ class _Layer:
         else:
             self._gate_up, self._down = linear("gate_up"), linear("down")
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        delta: torch.Tensor | None,
-        attention: StepAttention,
-        rows: torch.Tensor | None = None,
+    def enter(
+        self, x: torch.Tensor, delta: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The input is x + delta, the output the sum of what is returned, for `rows` alone."""
+        """The layer's input x + delta, and its q, k and v [T, all heads, head_dim]."""
         if delta is None:
             qkv = self._qkv(self._ops.rms_norm(x, self._attention_norm, self._eps))
         else:
             x, qkv = after_norm(self._qkv, self._ops, x, delta, self._attention_norm, self._eps)
-        qkv = qkv.view(len(x), self._all_heads, self._head_dim)
-        attended = attention.attend(self._index, qkv, self._qk_norm)
-        if rows is not None:
-            x, attended = x.index_select(0, rows), attended.index_select(0, rows)
+        return x, qkv.view(len(x), self._all_heads, self._head_dim)
+
+    def leave(self, x: torch.Tensor, attended: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The layer's output is the sum of what is returned."""
         delta = self._group.all_reduce(self._output(attended))
         x, delta = self._mlp(x, delta)
         return x, self._group.all_reduce(delta)
