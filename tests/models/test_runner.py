@@ -109,3 +109,13 @@ def test_a_missing_cuda_device_is_said(tiny: Reference, monkeypatch: pytest.Monk
     with pytest.raises(InvalidRequest, match="no CUDA device"):
         ModelRunner(replace(SETTINGS, device="cuda"), tiny.files)
     assert ModelRunner(replace(SETTINGS, device="auto"), tiny.files).device == "cpu"
+
+
+def test_a_page_too_small_for_the_kernels_is_refused_before_weights_are_loaded(
+    tiny: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tridentlm.runner._backend", lambda *_: "flashinfer")
+    monkeypatch.setattr("tridentlm.runner.loading.load", None)
+    with pytest.raises(InvalidRequest, match="16 tokens at least, not 8") as caught:
+        ModelRunner(replace(SETTINGS, page_size=8), tiny.files)
+    assert caught.value.param == "page_size"

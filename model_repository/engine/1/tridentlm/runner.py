@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 FP8 = torch.float8_e4m3fn
 PAGE_SIZES = {"torch": 16, "flashinfer": 64}
+SMALLEST_PAGE = 16
+"""With FlashInfer: what the tensor cores take at a time."""
 
 
 class Executor(Protocol):
@@ -64,6 +66,7 @@ class ModelRunner:
         whole, checkpoint = self._open(settings, files)
         config = divided(whole, group.shard.size)
         self.backend = _backend(settings, config, self._dtype, self._device)
+        settings = replace(settings, page_size=_page_size(settings, self.backend))
         self._kv_dtype = _kv_dtype(settings, self.backend, self._dtype)
         if config.experts is not None:
             check_experts(self._device, self._dtype)
@@ -84,7 +87,6 @@ class ModelRunner:
             self._decoder = Decoder(config, merged, self._ops(), group)
         self._end_stage("weights")
         self._graph_bytes = 0
-        settings = replace(settings, page_size=settings.page_size or PAGE_SIZES[self.backend])
         with torch.inference_mode():
             group.wait_until_loaded()
             room = measure_room(
@@ -231,6 +233,15 @@ def _backend(
     if reason:
         logger.warning("%s; using the torch backend, which is slower.", reason)
     return "torch" if reason else "flashinfer"
+
+
+def _page_size(settings: EngineSettings, backend: str) -> int:
+    size = settings.page_size or PAGE_SIZES[backend]
+    if backend == "flashinfer" and size < SMALLEST_PAGE:
+        raise InvalidRequest(
+            f"On CUDA a page has {SMALLEST_PAGE} tokens at least, not {size}.", param="page_size"
+        )
+    return size
 
 
 def _kv_dtype(settings: EngineSettings, backend: str, dtype: torch.dtype) -> torch.dtype:

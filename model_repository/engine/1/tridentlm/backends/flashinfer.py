@@ -26,7 +26,6 @@ from tridentlm.backends.decode_attention import DecodeRows, DecodeWorkers, decod
 from tridentlm.backends.kernels import rope_store
 from tridentlm.core.plan import F32, I32
 from tridentlm.core.request import Limits
-from tridentlm.errors import InvalidRequest
 from tridentlm.models.config import ModelConfig
 from tridentlm.models.rotary import rotary_table
 from tridentlm.steparrays import LONGEST_TILE, Fields, tiles_of
@@ -38,10 +37,6 @@ LAYOUT = "HND"
 
 WORKSPACE_BYTES = 256 * 2**20
 """What FlashInfer advises, and what XQA's partial results and semaphores fit into."""
-
-
-SMALLEST_PAGE = 16
-"""What the tensor cores take at a time."""
 
 
 def unsupported(config: ModelConfig, dtype: torch.dtype) -> str:
@@ -91,11 +86,6 @@ class FlashInferBackend:
     """
 
     def __init__(self, cache: KVCache, dtype: torch.dtype, limits: Limits) -> None:
-        if limits.page_size < SMALLEST_PAGE:
-            raise InvalidRequest(
-                f"On CUDA a page has {SMALLEST_PAGE} tokens at least, not {limits.page_size}.",
-                param="page_size",
-            )
         self.cache, self.config, self.dtype = cache, cache.config, dtype
         self.device, self.limits = cache.data.device, limits
         self.layers = [(k, v) for k, v in cache.data]
