@@ -52,7 +52,8 @@ ENGINE_HELP = {
     "policy": "Who is admitted next: fcfs, priority or longest-prefix.",
     "steps_in_flight": "Steps launched before the oldest is collected; 0: 2 on CUDA, else 1.",
     "cuda_graph_max_batch": "Largest batch that runs as a CUDA Graph; 0: no graphs at all.",
-    "cuda_graph_max_tokens": "Largest step with prompts, in tokens, that runs by CUDA Graphs.",
+    "cuda_graph_max_tokens": "Tokens of the largest step with prompts that runs by CUDA Graphs; "
+    "0: 512 on one GPU, none on several; 1: none.",
     "threads": "CPU threads of the engine; 0: torch's choice.",
     "runner": "model, or simulated (no weights, fixed step time).",
     "step_ms": "Time of a step of the simulated runner, in ms.",

@@ -67,7 +67,7 @@ class EngineSettings:
     policy: str = "fcfs"
     steps_in_flight: int = 0
     cuda_graph_max_batch: int = 256
-    cuda_graph_max_tokens: int = 512
+    cuda_graph_max_tokens: int = 0
     threads: int = 0
     runner: str = "model"
     step_ms: float = 5.0

@@ -33,6 +33,9 @@ logger = logging.getLogger(__name__)
 
 FP8 = torch.float8_e4m3fn
 PAGE_SIZES = {"torch": 16, "flashinfer": 64}
+GRAPH_TOKENS = 512
+"""Of the largest step that runs by `promptgraphs`, where the settings name none: a GPU computes it
+for as long as a fast host launches it. With several ranks, where they are untried: none."""
 SMALLEST_PAGE = 16
 """With FlashInfer: what the tensor cores take at a time."""
 
@@ -82,7 +85,8 @@ class ModelRunner:
             )
             weight_bytes = sum(held_bytes(tensor, self._dtype) for tensor in merged.values())
             self._graph_max_batch = min(settings.cuda_graph_max_batch, settings.max_running)
-            most = min(settings.cuda_graph_max_tokens, step_budget(settings, self._device))
+            most = settings.cuda_graph_max_tokens or (GRAPH_TOKENS if group.shard.size == 1 else 0)
+            most = min(most, step_budget(settings, self._device))
             self._graph_max_tokens = most if self._graph_max_batch else 0
             self._decoder = Decoder(config, merged, self._ops(), group)
         self._end_stage("weights")
