@@ -11,12 +11,19 @@ from tridentlm.errors import EngineDown, TridentError
 from tridentlm_client import wire
 from tridentlm_client.rpc import Calls, Rpc
 
+STUCK_SECONDS = 0.5
+"""A request that has no answer for so long may have reached an engine that died."""
+
 
 class Commands:
     """The stream for everything but frames: submissions, acknowledgements, aborts.
 
     Requests are matched to answers by id, so moving to a new call needs no pause: the old one is
-    half-closed and read to its end beside the new one.
+    half-closed and read to its end beside the new one. That is done behind a request that is stuck,
+    too. Triton 2.51 aborts where it refuses a request, since the model is being loaded again, while
+    an earlier one of the same call fails with its dead process: the former's answer is written from
+    another thread than the latter's, and both come in one moment, for the refusal makes the other
+    fail. So a request that may be refused has no stuck one beside it.
 
     `on_lost(error)` is called when the stream breaks or Triton says that it takes no requests.
     """
@@ -26,6 +33,7 @@ class Commands:
         self._on_lost = on_lost
         self._ids = itertools.count(1)
         self._answers: dict[str, asyncio.Future[Any]] = {}
+        self._sent: dict[str, float] = {}  # the current call's without an answer, the oldest first
         self._calls = Calls()
         self._closing = False
         self._rpc = self._open()
@@ -36,26 +44,29 @@ class Commands:
         return rpc
 
     def send(self, request: Any) -> None:
-        """Sends a request that is not answered. After `half_close` it does nothing."""
+        """Sends a request whose answer, if only an empty one, nobody waits for.
+
+        The request's id is set here. After `half_close` it does nothing.
+        """
         if self._closing:
             return
-        if self._rpc.full:
+        now = asyncio.get_running_loop().time()
+        if self._rpc.full or now - next(iter(self._sent.values()), now) > STUCK_SECONDS:
             self._rpc.half_close()
             self._rpc = self._open()
+            self._sent.clear()
+        request.id = str(next(self._ids))
+        self._sent[request.id] = now
         self._rpc.send(request)
 
     async def ask(self, request: Any) -> Any:
-        """Sends a request and waits for its ModelInferResponse. Raises TridentError.
-
-        The request's id is set here.
-        """
+        """Sends a request and waits for its ModelInferResponse. Raises TridentError."""
         if self._closing:
             raise EngineDown("The session ends.")
-        request.id = str(next(self._ids))
         answer = asyncio.get_running_loop().create_future()
+        self.send(request)
         self._answers[request.id] = answer
         try:
-            self.send(request)
             return await answer
         finally:
             del self._answers[request.id]
@@ -71,6 +82,7 @@ class Commands:
 
     def _take(self, response: Any) -> None:
         text = response.error_message
+        self._sent.pop(response.infer_response.id, None)
         answer = self._answers.get(response.infer_response.id)
         if answer is not None and not answer.done():
             if text:

@@ -116,7 +116,7 @@ class Link:
 
     def _open(self) -> Rpc:
         rpc = Rpc(self._stub)
-        rpc.send(self._request(Op.SESSION, protocol=VERSION, empty_final=True))
+        rpc.send(self._request(Op.SESSION, protocol=VERSION))
         return rpc
 
     def _retire(self, rpc: Rpc) -> None:
@@ -223,9 +223,7 @@ class Link:
 
     # ---- commands
 
-    def _request(
-        self, op: str, *, empty_final: bool = False, uids: Sequence[str] = (), **parameters: int
-    ) -> Any:
+    def _request(self, op: str, *, uids: Sequence[str] = (), **parameters: int) -> Any:
         strings: dict[str, Sequence[str]] = {"op": [op]}
         if uids:
             strings["uid"] = uids
@@ -233,7 +231,7 @@ class Link:
             self._engine,
             strings=strings,
             parameters={"session": self.session_id, **parameters},
-            empty_final=empty_final,
+            empty_final=True,
         )
 
     def _ack(self) -> None:
@@ -252,8 +250,7 @@ class Link:
 
     async def ask(self, op: str) -> bytes | None:
         """Sends an operation that concerns the engine and returns its `frame` output, if any."""
-        request = self._request(op, empty_final=True)
-        frame = wire.read_string(await self._commands.ask(request), "frame")
+        frame = wire.read_string(await self._commands.ask(self._request(op)), "frame")
         return None if frame is None else bytes(frame)
 
     async def submit(self, submissions: Sequence[Submission]) -> list[Stream | TridentError]:

@@ -78,7 +78,7 @@ class Recovery:
             return
         if self._worker is not None:
             self._worker = None
-            self._expected[self._repaired] = 0
+            self._expected[self._repaired] = 1  # one at least, though it may have died again
             missing = self.missing(processes)
         if missing and not self.failure:
             self._start(missing[0])

@@ -114,6 +114,7 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
         self.streams: list[FakeStream] = []
         self.seen: list[Seen] = []
         self.refusal: str | None = None
+        self.is_stuck = False  # takes acknowledgements and does not answer
         self.auto_roll = True
         self.hold_outcomes = asyncio.Event()
         self.hold_outcomes.set()
@@ -192,18 +193,19 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
                 session.final()
 
     def on_ack(self, request_id: str, seen: Seen) -> None:
-        seen.stream.done()
+        if not self.is_stuck:
+            seen.stream.send(request_id, {}, final=True)
 
     def on_abort(self, request_id: str, seen: Seen) -> None:
         session = self.sessions[seen.parameters["session"]]
         session.aborted |= {uid.decode() for uid in seen.strings["uid"]}
-        seen.stream.done()
+        seen.stream.send(request_id, {}, final=True)
 
     def on_close(self, request_id: str, seen: Seen) -> None:
         session = self.sessions[seen.parameters["session"]]
         while session.streams:
             session.final()
-        seen.stream.done()
+        seen.stream.send(request_id, {}, final=True)
 
     def on_status(self, request_id: str, seen: Seen) -> None:
         seen.stream.send(request_id, {"frame": orjson.dumps(STATUS)}, final=True)

@@ -11,6 +11,7 @@ from tridentlm_client import (
     Session,
     Stream,
     Submission,
+    commands,
     link,
     submitter,
 )
@@ -177,9 +178,34 @@ def test_every_sixteenth_frame_is_acknowledged(monkeypatch: pytest.MonkeyPatch) 
             server.session.frame()
         await until(lambda: len(server.ops("ack")) == 2)
         first, second = server.ops("ack")
-        assert first.parameters == {"session": server.session.id, "seq": 16}
-        assert second.parameters == {"session": server.session.id, "seq": 32}
+        assert [seen.parameters["seq"] for seen in (first, second)] == [16, 32]
+        assert {seen.parameters["session"] for seen in (first, second)} == {server.session.id}
         assert first.stream is not server.ops("session")[0].stream
+
+    run(test)
+
+
+def test_no_request_follows_one_that_is_stuck_on_the_same_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Triton aborts when it refuses a request while another of the stream fails."""
+    monkeypatch.setattr(link, "ACK_SECONDS", 60.0)
+    monkeypatch.setattr(commands, "STUCK_SECONDS", 0.1)
+
+    async def test(server: FakeTriton, session: Session) -> None:
+        await accepted(session)
+        server.is_stuck = True
+        for _ in range(16):
+            server.session.frame()
+        await until(lambda: len(server.ops("ack")) == 1)
+        await asyncio.sleep(0.2)
+        await accepted(session)
+        await accepted(session)
+        [ack], (first, second, third) = server.ops("ack"), server.ops("submit")
+        assert first.stream is ack.stream
+        assert second.stream is third.stream is not ack.stream
+        assert ack.stream.half_closed
+        ack.stream.done()
 
     run(test)
 

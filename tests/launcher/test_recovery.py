@@ -101,6 +101,18 @@ def test_two_stubs_killed_at_once_both_come_back(server: Server) -> None:
 
 
 @pytest.mark.server
+def test_a_stub_that_dies_as_soon_as_it_is_back_comes_back_again(server: Server) -> None:
+    server.look()
+    server.stubs()["first"].kill()
+    wait_until(lambda: server.look() or server.said, PATIENCE, "loss noticed")
+    wait_until(lambda: any("back after" in line for line in server.said), PATIENCE, "said so")
+    again = server.stubs()["first"]
+    again.kill()
+    server.said.clear()
+    server.look_until_back("first", again.pid)
+
+
+@pytest.mark.server
 def test_a_model_unloaded_on_purpose_stays_unloaded(server: Server) -> None:
     server.look()
     server.admin.unload("first")
