@@ -20,10 +20,9 @@ class Commands:
 
     Requests are matched to answers by id, so moving to a new call needs no pause: the old one is
     half-closed and read to its end beside the new one. That is done behind a request that is stuck,
-    too. Triton 2.51 aborts where it refuses a request, since the model is being loaded again, while
-    an earlier one of the same call fails with its dead process: the former's answer is written from
-    another thread than the latter's, and both come in one moment, for the refusal makes the other
-    fail. So a request that may be refused has no stuck one beside it.
+    too. When an engine's process has died and its model is being loaded again, Triton 2.51 refuses
+    a request and fails the one that was stuck within the same milliseconds. On one call that makes
+    it abort, with all its models, about one time in nine: gRPC finds a second message in a buffer.
 
     `on_lost(error)` is called when the stream breaks or Triton says that it takes no requests.
     """
